@@ -1,0 +1,38 @@
+# make run     environment, install, and the whole job on the bundled tiny model (offline, no GPU)
+# make test    environment, install, and the test suite (offline, no GPU)
+# make check   environment, install, and the linters: ruff, mypy, import-linter
+
+PYTHON ?= python3
+VENV   ?= .venv
+OUT    ?= out
+BIN    := $(VENV)/bin
+# Without an NVIDIA GPU, PyTorch's CPU build (0.2 GB) is taken in place of the default CUDA build (3 GB and more).
+TORCH            := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
+TORCH_CPU_INDEX  ?= https://download.pytorch.org/whl/cpu
+
+.PHONY: run test check install clean
+
+run: install
+	$(BIN)/python -m quantize demo $(OUT)
+
+test: install
+	$(BIN)/python -m pytest
+
+check: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+install: $(VENV)/installed
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is " + sys.version)'
+	$(PYTHON) -m venv $(VENV)
+	@command -v nvidia-smi >/dev/null || $(BIN)/pip install -q --retries 0 -c constraints.txt '$(TORCH)+cpu' --extra-index-url $(TORCH_CPU_INDEX) \
+	  || echo 'no CPU build of $(TORCH) found (set TORCH_CPU_INDEX to an index that has it): taking the default build'
+	$(BIN)/pip install -q -c constraints.txt -e '.[quantize,dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info

@@ -1,0 +1,227 @@
+"""Reads what a safetensors checkpoint holds, from headers alone.
+
+A safetensors file is: 8 bytes, the header's length N as a little-endian integer; N bytes of JSON; then tensor data.
+The JSON maps each tensor name to `dtype`, `shape` and `data_offsets` [begin, end), counted from the end of the header,
+and `__metadata__` to strings. The data of all tensors covers the rest of the file without holes or overlaps.
+
+A checkpoint of several files has `model.safetensors.index.json`, whose `weight_map` names the file of each tensor.
+vLLM and transformers use it to pick *files*; vLLM then reads every tensor of each file it picked.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from assemble.errors import InputError
+from assemble.jsonfile import JSONFileError, parse_object, read_object
+
+INDEX = "model.safetensors.index.json"
+HEADER_LIMIT = 100_000_000  # bytes; the limit of the safetensors library itself (safetensors 0.8, MAX_HEADER_SIZE)
+DTYPE_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
+    "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8,
+}  # fmt: skip
+
+
+class CheckpointError(InputError):
+    """A checkpoint whose files do not hold together."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor's header entry: `start` is its absolute byte offset in the file `shard`."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    shard: str
+    start: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something wrong with the files: `kind` is one of the rule ids of `assemble.rules.files`."""
+
+    kind: str
+    where: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One safetensors file: its tensors in file order and its `__metadata__`."""
+
+    name: str
+    file_bytes: int
+    tensors: tuple[TensorInfo, ...]
+    metadata: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Everything the headers and the index say, and every way in which they disagree."""
+
+    root: Path
+    shards: tuple[Shard, ...]
+    index: Mapping[str, Any] | None
+    problems: tuple[Problem, ...]
+
+
+@dataclass(frozen=True)
+class Checkpoint(Mapping[str, TensorInfo]):
+    """A sound checkpoint: a read-only mapping of tensor name to `TensorInfo`, and the raw config.json."""
+
+    root: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, TensorInfo]
+    shards: tuple[Shard, ...] = field(repr=False)
+
+    @classmethod
+    def open(cls, root: Path) -> "Checkpoint":
+        """Reads the headers of a local checkpoint.
+
+        Raises:
+            CheckpointError: no such directory, no config.json, no weights, or files that do not hold together.
+        """
+        if not root.exists():
+            raise CheckpointError(f"{root} does not exist. Give a checkpoint's directory, or a Hub id such as org/name.")
+        if not root.is_dir():
+            raise CheckpointError(f"{root} is a file. Give the directory that holds config.json and the shards.")
+        if not (root / "config.json").is_file():
+            raise CheckpointError(f"{root} has no config.json, so it is not a checkpoint's directory.")
+        config = read_object(root / "config.json")
+        layout = read_layout(root)
+        if layout.problems:
+            first, *others = layout.problems
+            more = f" ({len(others)} more such problems)" if others else ""
+            raise CheckpointError(f"{root}: {first.where}: {first.text}{more}. Download or copy the checkpoint again.")
+        return cls(root, config, {t.name: t for s in layout.shards for t in s.tensors}, layout.shards)
+
+    def __getitem__(self, name: str) -> TensorInfo:
+        return self.tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def path_of(self, tensor: TensorInfo) -> Path:
+        """The file that holds the tensor."""
+        return self.root / tensor.shard
+
+    def read(self, name: str) -> bytes:
+        """The tensor's bytes, as stored (little-endian, row-major)."""
+        tensor = self.tensors[name]
+        with self.path_of(tensor).open("rb") as file:
+            file.seek(tensor.start)
+            return file.read(tensor.nbytes)
+
+
+def read_layout(root: Path) -> Layout:
+    """Reads index and headers of every shard in `root`, collecting problems instead of stopping at the first."""
+    problems: list[Problem] = []
+    on_disk = sorted(p.name for p in root.glob("*.safetensors") if p.is_file())
+    index = _read_index(root, problems)
+    named = _files_of(index, problems) if index is not None else set(on_disk)
+    if index is None and len(on_disk) > 1:
+        problems.append(Problem("IDX-1", INDEX, f"absent, though there are {len(on_disk)} safetensors files"))
+    if not on_disk and not named:
+        problems.append(Problem("IDX-1", "*.safetensors", "no weights here"))
+    absent, unread = sorted(named - set(on_disk)), sorted(set(on_disk) - named)
+    problems += [Problem("IDX-1", name, "named in the index, but the file is not there") for name in absent]
+    problems += [Problem("IDX-1", name, "on disk, but not in the index: it would not be read") for name in unread]
+    shards = []
+    for name in sorted(named & set(on_disk)):
+        try:
+            shards.append(read_shard(root / name))
+        except (CheckpointError, JSONFileError) as error:
+            problems.append(Problem("IDX-4", name, str(error)))
+    problems += _compare(index, shards)
+    return Layout(root, tuple(shards), index, tuple(problems))
+
+
+def read_shard(path: Path) -> Shard:
+    """Reads one file's header and checks it against the file.
+
+    Raises:
+        CheckpointError: truncated, overlong, a hole, an overlap, a dtype or shape that does not fit its bytes.
+        JSONFileError: the header is not a JSON object.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        length = int.from_bytes(prefix, "little")
+        if len(prefix) < 8 or length > min(HEADER_LIMIT, size - 8):
+            raise CheckpointError(f"not a safetensors file, or cut off inside its header ({size} bytes)")
+        header = parse_object(file.read(length), f"the header of {path.name}")
+    metadata = header.pop("__metadata__", {})
+    tensors = [_entry(name, value, path.name, 8 + length) for name, value in header.items()]
+    tensors.sort(key=lambda t: (t.start, t.nbytes))
+    end = 8 + length
+    for tensor in tensors:
+        if tensor.start != end:
+            raise CheckpointError(f"tensor {tensor.name} starts at byte {tensor.start}, expected {end}")
+        end += tensor.nbytes
+    if end != size:
+        what = "cut off" if size < end else "longer than its header says"
+        raise CheckpointError(f"{what}: {size} bytes on disk, {end} expected")
+    return Shard(path.name, size, tuple(tensors), metadata if isinstance(metadata, dict) else {})
+
+
+def _entry(name: str, value: Any, shard: str, base: int) -> TensorInfo:
+    try:
+        dtype, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
+    except (TypeError, KeyError, ValueError) as error:
+        raise CheckpointError(f"tensor {name}: header entry without dtype, shape and two data_offsets") from error
+    numbers = [*shape, begin, end]
+    if dtype not in DTYPE_BYTES or not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
+        raise CheckpointError(f"tensor {name}: dtype {dtype!r}, shape {shape} or offsets [{begin}, {end}] not understood")
+    if end - begin != math.prod(shape) * DTYPE_BYTES[dtype]:
+        raise CheckpointError(f"tensor {name}: {dtype} {list(shape)} does not fill its {end - begin} bytes")
+    return TensorInfo(name, dtype, shape, shard, base + begin, end - begin)
+
+
+def _read_index(root: Path, problems: list[Problem]) -> dict[str, Any] | None:
+    if not (root / INDEX).is_file():
+        return None
+    try:
+        return read_object(root / INDEX)
+    except JSONFileError as error:
+        problems.append(Problem("IDX-2", INDEX, str(error)))
+        return {}
+
+
+def _files_of(index: Mapping[str, Any], problems: list[Problem]) -> set[str]:
+    """The files that the index names; a name that would lead out of the folder is a problem, never followed."""
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
+        problems.append(Problem("IDX-2", INDEX, "weight_map must map tensor names to file names"))
+        return set()
+    files = set(weight_map.values())
+    unsafe = {f for f in files if Path(f).name != f or not f.endswith(".safetensors") or "\\" in f}
+    problems += [Problem("IDX-2", INDEX, f"{f!r} is not the name of a safetensors file in this folder") for f in unsafe]
+    return files - unsafe
+
+
+def _compare(index: Mapping[str, Any] | None, shards: list[Shard]) -> Iterator[Problem]:
+    homes: dict[str, list[str]] = {}
+    for shard in shards:
+        for tensor in shard.tensors:
+            homes.setdefault(tensor.name, []).append(shard.name)
+    for name, files in homes.items():
+        if len(files) > 1:
+            yield Problem("IDX-2", name, f"stored twice, in {files[0]} and {files[1]}: readers keep one of the two")
+    weight_map = index.get("weight_map") if index else None
+    if not isinstance(weight_map, dict):
+        return
+    read = {shard.name for shard in shards}
+    for name, file in weight_map.items():
+        if file in read and file not in homes.get(name, []):
+            yield Problem("IDX-2", name, f"the index places it in {file}, where it is not")
+    for name, files in homes.items():
+        if name not in weight_map:
+            yield Problem("IDX-2", name, f"in {files[0]}, but not in the index")

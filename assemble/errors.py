@@ -1,0 +1,5 @@
+"""The root of every error that is the input's fault: its text is for the user, and the commands exit with 2 on it."""
+
+
+class InputError(ValueError):
+    """Something the user gave cannot be used. The text names it and says what to do next."""

@@ -1,0 +1,182 @@
+"""An assembly plan: every tensor of the checkpoint to be, where it comes from, and which shard it goes to.
+
+A plan is made from headers and configs alone, before a byte is written. Each output tensor has exactly one source:
+it is quantized from a source weight, or copied byte for byte from the source or from the head's checkpoint.
+Quantized tensors and copied ones go to shards of their own, so that each shard has one writer and is written once.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from assemble.architecture import LM_HEAD, MTP_PREFIX, VISION_PREFIX, Architecture
+from assemble.checkpoint import DTYPE_BYTES, Checkpoint, TensorInfo
+from assemble.errors import InputError
+from assemble.formats import TensorSpec, quantized_tensors
+from assemble.splice import find_head
+
+SCALE_SUFFIXES = (".weight_scale", ".weight_scale_2", ".weight_scale_inv", ".input_scale", ".weight_packed", ".qweight")
+
+
+class PlanError(InputError):
+    """A source that cannot become the checkpoint that was asked for."""
+
+
+@dataclass(frozen=True)
+class PlannedShard:
+    """One shard to be: its name, its tensors in file order, and whether the quantizer or the copier writes it."""
+
+    name: str
+    tensors: tuple[TensorSpec, ...]
+    quantized: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensor data."""
+        return sum(t.nbytes for t in self.tensors)
+
+
+@dataclass(frozen=True)
+class AssemblyPlan:
+    """The checkpoint to be.
+
+    Attributes:
+        source: The BF16 checkpoint.
+        head: The checkpoint that the MTP head is copied from.
+        architecture: What the source's config implies.
+        schemes: Quantized module -> `FP8` or `W4A16_NVFP4`, in natural order.
+        left: Modules of the decoder that hold a matrix and stay unquantized.
+        copies: Tensor name -> where its bytes come from.
+        shards: All shards, named and numbered.
+    """
+
+    source: Checkpoint
+    head: Checkpoint
+    architecture: Architecture
+    schemes: Mapping[str, str]
+    left: tuple[str, ...]
+    copies: Mapping[str, TensorInfo]
+    shards: tuple[PlannedShard, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensor data in the checkpoint: the index's `total_size`."""
+        return sum(shard.nbytes for shard in self.shards)
+
+    @property
+    def weight_map(self) -> dict[str, str]:
+        """Tensor name -> shard name, by name."""
+        return dict(sorted((t.name, s.name) for s in self.shards for t in s.tensors))
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Modules a scheme."""
+        return dict(sorted(Counter(self.schemes.values()).items()))
+
+    def checkpoint_of(self, name: str) -> Checkpoint:
+        """The checkpoint that the copied tensor `name` is read from."""
+        return self.head if name.startswith(MTP_PREFIX) else self.source
+
+
+def natural(name: str) -> list[tuple[int, int | str]]:
+    """A sort key that puts layer 2 before layer 10."""
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name)]
+
+
+def _module_order(module: str) -> tuple[bool, list[tuple[int, int | str]]]:
+    """The order in which a model holds its modules: decoder layers, then lm_head."""
+    return (module == LM_HEAD, natural(module))
+
+
+def plan_assembly(
+    source: Checkpoint, head: Checkpoint, architecture: Architecture, schemes: Mapping[str, str], max_shard_bytes: int
+) -> AssemblyPlan:
+    """Plans the checkpoint.
+
+    Args:
+        source: The BF16 checkpoint.
+        head: The checkpoint whose MTP head is taken; `source` itself unless it lost its own.
+        architecture: Of `source`.
+        schemes: Module name -> scheme, for every module that is to be quantized.
+        max_shard_bytes: Tensor bytes a shard holds at most.
+
+    Raises:
+        PlanError: a tensor missing, unexpected, misshapen or not BF16; already quantized; a tied lm_head to quantize.
+        HeadError: no usable MTP head.
+        ShapeError: a weight that the scheme cannot hold.
+    """
+    _check_body(source, architecture, schemes)
+    copies = {n: t for n, t in source.items() if not n.startswith(MTP_PREFIX)}
+    quantized: list[list[TensorSpec]] = []
+    for module in sorted(schemes, key=_module_order):
+        weight = copies.pop(f"{module}.weight")
+        quantized.append(list(quantized_tensors(module, schemes[module], weight.shape)))
+    copies |= find_head(head, architecture)
+    plain = [[TensorSpec(n, copies[n].dtype, copies[n].shape)] for n in sorted(copies, key=natural)]
+    left = [m for m in architecture.linear_modules() if m not in schemes]
+    return AssemblyPlan(
+        source,
+        head,
+        architecture,
+        {m: schemes[m] for m in sorted(schemes, key=_module_order)},
+        tuple(sorted(left, key=natural)),
+        copies,
+        _number(_pack(quantized, max_shard_bytes), _pack(plain, max_shard_bytes)),
+    )
+
+
+def _check_body(source: Checkpoint, architecture: Architecture, schemes: Mapping[str, str]) -> None:
+    root = source.root
+    scaled = [n for n in source if n.endswith(SCALE_SUFFIXES)]
+    if source.config.get("quantization_config") or scaled:
+        what = scaled[0] if scaled else "quantization_config in config.json"
+        raise PlanError(f"{root} is already quantized ({what}). Give the BF16 checkpoint it was made from.")
+    if architecture.tied and LM_HEAD in schemes:
+        raise PlanError(
+            f"{root} has tied embeddings (tie_word_embeddings: true), and the recipe quantizes lm_head: vLLM cannot load "
+            "that. Untie the model first (store lm_head.weight and set the flag to false), or use a recipe that leaves lm_head."
+        )
+    expected = architecture.body_tensors()
+    if missing := [n for n in expected if n not in source]:
+        raise PlanError(f"{root}: tensor {missing[0]} is missing ({len(missing)} missing in all).")
+    vision = [n for n in source if n.startswith(VISION_PREFIX)]
+    if architecture.wrapped and not vision:
+        raise PlanError(f"{root}: config.json has a vision tower, but there is no tensor named {VISION_PREFIX}*")
+    known = expected.keys() | (set(vision) if architecture.wrapped else set())
+    if extra := [n for n in source if n not in known and not n.startswith(MTP_PREFIX)]:
+        raise PlanError(f"{root}: unexpected tensor {extra[0]} ({len(extra)} in all): vLLM would refuse to load it.")
+    for name, shape in expected.items():
+        if source[name].shape != shape:
+            raise PlanError(f"{root}: {name} has shape {list(source[name].shape)}, config.json implies {list(shape)}")
+    for module in schemes:
+        dtype = source[f"{module}.weight"].dtype
+        if dtype != "BF16":
+            raise PlanError(f"{root}: {module}.weight is {dtype}; only a BF16 checkpoint can be quantized.")
+
+
+def _pack(groups: Iterable[list[TensorSpec]], max_bytes: int) -> list[list[TensorSpec]]:
+    """Fills shards in order, greedily; a group (one module's tensors) is never split over two shards."""
+    shards: list[list[TensorSpec]] = []
+    room = 0
+    for group in groups:
+        size = sum(t.nbytes for t in group)
+        if not shards or size > room:
+            shards.append([])
+            room = max_bytes
+        shards[-1] += group
+        room -= size
+    return shards
+
+
+def _number(quantized: list[list[TensorSpec]], plain: list[list[TensorSpec]]) -> tuple[PlannedShard, ...]:
+    total = len(quantized) + len(plain)
+    return tuple(
+        PlannedShard(f"model-{i:05d}-of-{total:05d}.safetensors", tuple(sorted(tensors, key=file_order)), i <= len(quantized))
+        for i, tensors in enumerate([*quantized, *plain], 1)
+    )
+
+
+def file_order(tensor: TensorSpec) -> tuple[int, list[tuple[int, int | str]]]:
+    """Order inside a file: wider dtypes first, so that every tensor is aligned to its dtype, then by name."""
+    return (-DTYPE_BYTES[tensor.dtype], natural(tensor.name))

@@ -1,0 +1,172 @@
+"""Writes shards: into `NAME.tmp`, in any order of tensors, and under its name only when it is whole and on the disk."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from assemble.checkpoint import INDEX, TensorInfo
+from assemble.formats import TensorSpec
+from assemble.jsonfile import write_object
+from assemble.plan import AssemblyPlan, PlannedShard
+
+CHUNK = 16 * 1024 * 1024
+Progress = Callable[[int], None]
+
+
+class ShardWriter:
+    """Writes one shard whose tensors are known beforehand. Use as a context manager: leaving it without an error commits.
+
+    Args:
+        path: The shard's final path.
+        tensors: Its tensors, in file order.
+    """
+
+    def __init__(self, path: Path, tensors: Iterable[TensorSpec]) -> None:
+        self.path = path
+        self._temporary = path.with_name(path.name + ".tmp")
+        header, self._places = _header(tensors)
+        self._missing = set(self._places)
+        self._file = self._temporary.open("wb", buffering=0)
+        try:
+            _write_all(self._file.fileno(), header, 0)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def __enter__(self) -> "ShardWriter":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                self.commit()
+        finally:
+            self.abandon()
+
+    @property
+    def complete(self) -> bool:
+        """Whether every tensor was written."""
+        return not self._missing
+
+    def write(self, name: str, data: bytes | memoryview, offset: int = 0) -> None:
+        """Writes tensor `name`'s bytes from `offset` on. The last piece of a tensor completes it.
+
+        Raises:
+            ValueError: unknown or already written tensor, or bytes outside its place.
+        """
+        start, nbytes = self._places[name]
+        size = memoryview(data).nbytes
+        if name not in self._missing or offset + size > nbytes:
+            raise ValueError(f"{self.path.name}: {size} bytes at {offset} do not fit {name} ({nbytes} bytes, written once)")
+        _write_all(self._file.fileno(), data, start + offset)
+        if offset + size == nbytes:
+            self._missing.discard(name)
+
+    def commit(self) -> None:
+        """Puts the whole file on the disk, under its name.
+
+        Raises:
+            ValueError: a tensor was never written.
+        """
+        if self._missing:
+            raise ValueError(f"{self.path.name}: {len(self._missing)} tensors never written, {min(self._missing)} among them")
+        os.fsync(self._file.fileno())
+        self._temporary.replace(self.path)
+        sync_directory(self.path.parent)
+
+    def abandon(self) -> None:
+        """Closes the file; removes it unless it was committed."""
+        self._file.close()
+        self._temporary.unlink(missing_ok=True)
+
+
+def _header(tensors: Iterable[TensorSpec]) -> tuple[bytes, dict[str, tuple[int, int]]]:
+    """The file's header (padded with spaces to a multiple of 8 bytes), and each tensor's absolute start and size."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offsets, end = {}, 0
+    for tensor in tensors:
+        offsets[tensor.name] = (end, tensor.nbytes)
+        entries[tensor.name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [end, end + tensor.nbytes],
+        }
+        end += tensor.nbytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    base = 8 + len(text)
+    return len(text).to_bytes(8, "little") + text, {n: (base + start, size) for n, (start, size) in offsets.items()}
+
+
+def _write_all(descriptor: int, data: bytes | memoryview, position: int) -> None:
+    view = memoryview(data).cast("B")
+    while view:
+        written = os.pwrite(descriptor, view, position)
+        view, position = view[written:], position + written
+
+
+def sync_directory(directory: Path) -> None:
+    """Makes the directory's entries (a rename, say) survive a power cut."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sha256_file(path: Path, progress: Progress = lambda _: None) -> str:
+    """The SHA-256 of a file, in hexadecimal. `progress` is called with the bytes of each chunk."""
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(CHUNK):
+            digest.update(chunk)
+            progress(len(chunk))
+    return digest.hexdigest()
+
+
+def sha256_tensor(path: Path, tensor: TensorInfo) -> str:
+    """The SHA-256 of one tensor's bytes, in hexadecimal."""
+    digest = hashlib.sha256()
+    for chunk in read_chunks(path, tensor):
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+def read_chunks(path: Path, tensor: TensorInfo) -> Iterable[bytes]:
+    """A tensor's bytes, a chunk at a time.
+
+    Raises:
+        OSError: the file ends before the tensor does.
+    """
+    left = tensor.nbytes
+    with path.open("rb", buffering=0) as file:
+        file.seek(tensor.start)
+        while left:
+            chunk = file.read(min(CHUNK, left))
+            if not chunk:
+                raise OSError(f"{path} ends inside tensor {tensor.name}")
+            left -= len(chunk)
+            yield chunk
+
+
+def copy_shard(plan: AssemblyPlan, shard: PlannedShard, directory: Path, progress: Progress = lambda _: None) -> None:
+    """Writes a shard of copied tensors, byte for byte from where the plan says they lie."""
+    with ShardWriter(directory / shard.name, shard.tensors) as writer:
+        for spec in shard.tensors:
+            tensor = plan.copies[spec.name]
+            if not tensor.nbytes:
+                writer.write(spec.name, b"")
+            offset = 0
+            for chunk in read_chunks(plan.checkpoint_of(spec.name).path_of(tensor), tensor):
+                writer.write(spec.name, chunk, offset)
+                offset += len(chunk)
+                progress(len(chunk))
+
+
+def write_index(plan: AssemblyPlan, directory: Path) -> None:
+    """Writes `model.safetensors.index.json`: the last file of the weights, since it declares them complete."""
+    write_object(directory / INDEX, {"metadata": {"total_size": plan.nbytes}, "weight_map": plan.weight_map})

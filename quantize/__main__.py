@@ -1,0 +1,151 @@
+"""`python -m quantize`: a BF16 Qwen3.5-family checkpoint in, a verified NVFP4 checkpoint with a working MTP head out."""
+
+import json
+import sys
+import time
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from assemble.cli import reported
+from quantize import console as words
+from quantize.stage import Request, read_record
+from recipes import loader
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
+
+
+class Device(StrEnum):
+    """Where the model runs."""
+
+    AUTO = "auto"
+    CUDA = "cuda"
+    CPU = "cpu"
+
+
+Model = Annotated[str, typer.Argument(help="The BF16 checkpoint: a directory, or a Hub id.")]
+Out = Annotated[Path, typer.Argument(help="The directory to make. It appears when it is complete and verified.")]
+RecipeOption = Annotated[str, typer.Option("--recipe", help="A shipped recipe's name, or a path that ends in .yaml.")]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")]
+MtpFrom = Annotated[str | None, typer.Option(help="Take the MTP head from this checkpoint, for a model that lost its own.")]
+CalibrationOption = Annotated[
+    Path | None, typer.Option("--calibration", help="Your own text: .jsonl, .parquet, or a folder saved by `datasets`.")
+]
+DeviceOption = Annotated[Device, typer.Option("--device", help="auto takes a GPU when there is one.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+@app.command("run")
+def run_command(
+    model: Model,
+    out: Out,
+    recipe: RecipeOption = loader.DEFAULT,
+    revision: Revision = None,
+    mtp_from: MtpFrom = None,
+    calibration: CalibrationOption = None,
+    device: DeviceOption = Device.AUTO,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only plan: the same as the plan command.")] = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Quantize MODEL into OUT. A run that was stopped is continued by the same command."""
+    with _reported(debug=debug):
+        request = Request(model, out, loader.load(recipe), revision, mtp_from, calibration, device.value)
+        if dry_run:
+            _preview(request, as_json=as_json)
+        else:
+            _run(request, as_json=as_json)
+
+
+@app.command("plan")
+def plan_command(
+    model: Model,
+    out: Annotated[Path, typer.Argument(help="Where the checkpoint would go (for the disk's free space).")] = Path("out"),
+    recipe: RecipeOption = loader.DEFAULT,
+    revision: Revision = None,
+    mtp_from: MtpFrom = None,
+    calibration: CalibrationOption = None,
+    device: DeviceOption = Device.AUTO,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Say what every tensor becomes and what the run needs, from headers alone. Writes nothing."""
+    with _reported(debug=debug):
+        request = Request(model, out, loader.load(recipe), revision, mtp_from, calibration, device.value)
+        _preview(request, as_json=as_json)
+
+
+@app.command("status")
+def status_command(out: Out, as_json: Json = False, debug: Debug = False) -> None:
+    """Show where the run that makes OUT stands."""
+    from quantize.status import read_status
+
+    with _reported(debug=debug):
+        status = read_status(out)
+        if as_json:
+            typer.echo(json.dumps(status, indent=2))
+            return
+        table = Table("stage", "state", "took", "peak memory", "finished", box=None, pad_edge=False)
+        for stage in status["stages"]:
+            took = words.duration(stage["seconds"]) if stage["seconds"] is not None else ""
+            peak = words.size(stage["peak_memory_bytes"]) if stage["peak_memory_bytes"] else ""
+            table.add_row(stage["stage"], stage["state"], took, peak, stage["finished"] or "")
+        Console(file=sys.stdout).print(table)
+        typer.echo(f"{out}: {'complete' if status['complete'] else 'not complete; run the same command again to continue'}")
+
+
+@app.command("demo")
+def demo_command(
+    out: Annotated[Path, typer.Argument(help="The directory to make.")] = Path("out"),
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Run the whole job on the bundled tiny model: offline, without a GPU, in under a minute."""
+    from quantize import demo
+
+    with _reported(debug=debug):
+        request = Request(str(demo.MODEL), out, loader.load("demo"), calibration=demo.calibration_file(out), device="cpu")
+        _run(request, as_json=as_json)
+
+
+def _reported(*, debug: bool):  # type: ignore[no-untyped-def]
+    from quantize.errors import CheckFailedError
+
+    return reported(CheckFailedError, debug=debug)
+
+
+def _preview(request: Request, *, as_json: bool) -> None:
+    from quantize.preview import preview, print_preview
+
+    shown = preview(request)
+    if as_json:
+        typer.echo(json.dumps(shown.as_json(), indent=2))
+    else:
+        print_preview(shown, Console(file=sys.stdout, highlight=False, soft_wrap=True))
+
+
+def _run(request: Request, *, as_json: bool) -> None:
+    from quantize.preview import preview
+    from quantize.runner import run
+    from quantize.summary import print_summary, summary_json
+
+    started = time.monotonic()
+    reporter = words.Reporter()
+    if read_record(request.workspace / "fetch") is None:
+        for note in preview(request).notes:
+            reporter.line(f"note: {note}")
+    outcome = run(request, reporter)
+    seconds = time.monotonic() - started
+    if as_json:
+        typer.echo(json.dumps(summary_json(outcome, seconds), indent=2))
+    else:
+        print_summary(outcome, seconds, Console(file=sys.stdout, highlight=False, soft_wrap=True))
+
+
+if __name__ == "__main__":
+    app(prog_name="python -m quantize")

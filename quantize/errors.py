@@ -1,0 +1,5 @@
+"""Errors that are not the input's fault: a check that failed. The commands exit with 1 on them."""
+
+
+class CheckFailedError(RuntimeError):
+    """A check of the pipeline failed; nothing was released."""

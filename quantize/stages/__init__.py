@@ -1,0 +1,1 @@
+"""The stages' work, one module each; thin: what they call lies in `assemble` and beside this folder."""

@@ -1,0 +1,56 @@
+"""assemble: quantized shards, the source's other tensors, the MTP head, configs and side files become a checkpoint."""
+
+import os
+import shutil
+from pathlib import Path
+
+from assemble.architecture import MTP_PREFIX
+from assemble.config import complete_config, hf_quant_config, ignore_list, quantization_config
+from assemble.jsonfile import write_object
+from assemble.plan import AssemblyPlan
+from assemble.sidefiles import side_files
+from assemble.writer import copy_shard, sha256_file, sha256_tensor, sync_directory, write_index
+from quantize.stage import Context, Result
+from quantize.stages.plan import planned
+
+
+def run(context: Context) -> Result:
+    """Leaves a complete checkpoint in the stage's folder."""
+    plan = planned(context, context.records["fetch"])
+    directory = context.directory
+    quantized = context.records["quantize"]
+    for name in quantized.outputs:
+        link(context.directory_of("quantize") / name, directory / name)
+    copied = [shard for shard in plan.shards if not shard.quantized]
+    with context.reporter.task("copy", sum(s.nbytes for s in copied)) as progress:
+        for shard in copied:
+            copy_shard(plan, shard, directory, progress)
+    for name in side_files(plan.source.root):
+        shutil.copyfile(plan.source.root / name, directory / name)
+    modelopt = str(quantized.provenance["packages"]["nvidia-modelopt"])
+    _write_configs(plan, directory, modelopt)
+    write_index(plan, directory)
+    sync_directory(directory)
+    outputs = {
+        path.name: quantized.outputs.get(path.name) or sha256_file(path)
+        for path in sorted(directory.iterdir())
+        if path.is_file()
+    }
+    head = {name: sha256_tensor(plan.head.path_of(t), t) for name, t in plan.copies.items() if name.startswith(MTP_PREFIX)}
+    return Result(outputs, {"head_sha256": head, "copied_tensors": len(plan.copies)})
+
+
+def _write_configs(plan: AssemblyPlan, directory: Path, modelopt_version: str) -> None:
+    config, _ = complete_config(plan.source.config, plan.architecture)
+    ignore = ignore_list(plan)
+    config["quantization_config"] = quantization_config(plan.schemes, ignore, modelopt_version)
+    write_object(directory / "config.json", config)
+    write_object(directory / "hf_quant_config.json", hf_quant_config(plan.schemes, ignore, modelopt_version))
+
+
+def link(existing: Path, new: Path) -> None:
+    """A hard link, so that no byte is written twice; a copy where the file system has none."""
+    try:
+        os.link(existing, new)
+    except OSError:
+        shutil.copyfile(existing, new)

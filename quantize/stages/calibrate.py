@@ -1,0 +1,34 @@
+"""calibrate: the rows of tokens that the FP8 input scales will be measured on. Before any model is loaded."""
+
+from pathlib import Path
+
+import numpy as np
+
+from assemble.writer import sha256_file
+from quantize import calibration
+from quantize.console import output_to
+from quantize.stage import Context, Result
+
+FILE = "rows.npy"
+
+
+def run(context: Context) -> Result:
+    """Writes rows.npy: token ids [num_samples, sequence_length], int32."""
+    settings = context.recipe.calibration
+    path = context.request.calibration
+    root = Path(context.records["fetch"].facts["model"]["root"])
+    with output_to(context.directory / "log.txt"):
+        from transformers import AutoTokenizer
+
+        documents = calibration.documents_from_path(path, settings) if path else calibration.documents_from_hub(settings)
+        tokenizer = AutoTokenizer.from_pretrained(root, local_files_only=True)
+        with context.reporter.task("tokenize", settings.num_samples * settings.sequence_length) as progress:
+            rows = calibration.pack_rows(documents, tokenizer, settings, progress=progress)
+    np.save(context.directory / FILE, rows)
+    facts = {
+        "data": path.name if path else settings.dataset,
+        "rows": len(rows),
+        "tokens_per_row": rows.shape[1],
+        "token_ids_sha256": calibration.rows_sha256(rows),
+    }
+    return Result({FILE: sha256_file(context.directory / FILE)}, facts)

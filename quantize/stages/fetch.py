@@ -1,0 +1,77 @@
+"""fetch: the model, the head's checkpoint and the calibration data become local, and their content is hashed."""
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from assemble.architecture import MTP_PREFIX
+from assemble.checkpoint import Checkpoint
+from assemble.errors import InputError
+from assemble.writer import sha256_file, sha256_tensor
+from quantize.source import SMALL_FILES, Source, fetch
+from quantize.stage import Context, Record, Result
+
+THREADS = 4
+
+
+def run(context: Context) -> Result:
+    """Makes the inputs local and hashes them; a file whose size and time did not change keeps its hash."""
+    request = context.request
+    model = fetch(request.model, request.revision)
+    files = {f"model/{p.name}": p for p in _model_files(model.root)}
+    if request.calibration:
+        files |= _calibration_files(request.calibration)
+    known = dict(context.previous.facts.get("hashed", {})) if context.previous else {}
+    hashed = _hash(files, known, context)
+    outputs = {name: entry["sha256"] for name, entry in hashed.items()}
+    facts: dict[str, Any] = {"model": _facts(model), "hashed": hashed, "head": None}
+    if request.mtp_from:
+        head = fetch(request.mtp_from, None)
+        facts["head"] = _facts(head)
+        checkpoint = Checkpoint.open(head.root)
+        tensors = [t for name, t in checkpoint.items() if name.startswith(MTP_PREFIX)]
+        outputs |= {f"head/{t.name}": sha256_tensor(checkpoint.path_of(t), t) for t in tensors}
+    return Result(outputs, facts)
+
+
+def opened(record: Record) -> tuple[Checkpoint, Checkpoint]:
+    """The fetched model, and the checkpoint that its head is taken from (the model itself unless another was given)."""
+    source = Checkpoint.open(Path(record.facts["model"]["root"]))
+    head = record.facts["head"]
+    return source, Checkpoint.open(Path(head["root"])) if head else source
+
+
+def _facts(source: Source) -> dict[str, Any]:
+    return {"name": source.public_name, "root": str(source.root), "revision": source.revision}
+
+
+def _model_files(root: Path) -> list[Path]:
+    checkpoint = Checkpoint.open(root)
+    small = [root / name for name in SMALL_FILES if (root / name).is_file()]
+    return small + [root / shard.name for shard in checkpoint.shards]
+
+
+def _calibration_files(path: Path) -> dict[str, Path]:
+    if not path.exists():
+        raise InputError(f"calibration data {path} does not exist.")
+    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+    return {f"calibration/{p.name if p == path else p.relative_to(path)}": p for p in files}
+
+
+def _hash(files: Mapping[str, Path], known: Mapping[str, Any], context: Context) -> dict[str, Any]:
+    hashed: dict[str, Any] = {}
+    for name, path in files.items():
+        status = path.stat()
+        stamp = {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns}
+        entry = known.get(name, {})
+        same = all(entry.get(key) == value for key, value in stamp.items())
+        hashed[name] = stamp | {"sha256": entry["sha256"] if same else ""}
+    todo = [name for name, entry in hashed.items() if not entry["sha256"]]
+    with (
+        context.reporter.task("hash the inputs", sum(hashed[n]["bytes"] for n in todo)) as progress,
+        ThreadPoolExecutor(THREADS) as pool,
+    ):
+        for name, digest in zip(todo, pool.map(lambda n: sha256_file(files[n], progress), todo), strict=True):
+            hashed[name]["sha256"] = digest
+    return hashed

@@ -1,0 +1,60 @@
+"""plan: what every tensor becomes, from headers and configs; refuses what a later stage would choke on."""
+
+from assemble.architecture import MTP_PREFIX
+from assemble.config import complete_config
+from assemble.jsonfile import write_object
+from assemble.plan import AssemblyPlan
+from assemble.writer import sha256_file
+from quantize import calibration
+from quantize.planning import as_json, build_plan, check_needs, estimate_needs, plan_notes, sizes, versions_note
+from quantize.stage import Context, Record, Request, Result
+from quantize.stages import fetch
+
+FILE = "plan.json"
+
+
+def run(context: Context) -> Result:
+    """Writes plan.json, and notes what the user should know."""
+    source, head = fetch.opened(context.records["fetch"])
+    plan = build_plan(context.recipe, source, head)
+    notes = examine(plan, context.request, reach=False)
+    write_object(context.directory / FILE, as_json(plan))
+    _, changes = complete_config(source.config, plan.architecture)
+    facts = {
+        "counts": plan.counts,
+        "total_size": plan.nbytes,
+        "sizes": sizes(plan),
+        "notes": notes,
+        "config_changes": changes,
+        "text_only": not plan.architecture.wrapped,
+        "device": estimate_needs(plan, context.request).device,
+    }
+    return Result({FILE: sha256_file(context.directory / FILE)}, facts)
+
+
+def planned(context: Context, record: Record) -> AssemblyPlan:
+    """The plan again, from the fetched files: it is a pure function of them and the recipe."""
+    source, head = fetch.opened(record)
+    return build_plan(context.recipe, source, head)
+
+
+def examine(plan: AssemblyPlan, request: Request, *, reach: bool) -> list[str]:
+    """Everything that can be known to go wrong before work starts; what is only worth knowing is returned.
+
+    Args:
+        plan: The plan.
+        request: What was asked for.
+        reach: Also ask the Hub for the calibration dataset.
+
+    Raises:
+        InputError: something that would fail later.
+    """
+    _, changes = complete_config(plan.source.config, plan.architecture)
+    notes = versions_note() + plan_notes(plan, changes)
+    settings = request.recipe.recipe.calibration
+    if request.calibration:
+        calibration.check_path(request.calibration, settings)
+    elif reach and (note := calibration.check_reachable(settings)):
+        notes.append(note)
+    body = sum(t.nbytes for n, t in plan.source.items() if not n.startswith(MTP_PREFIX))
+    return notes + check_needs(estimate_needs(plan, request), body)

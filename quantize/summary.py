@@ -1,0 +1,54 @@
+"""What a finished run tells the user."""
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from quantize.console import duration, size
+from quantize.preview import FORMATS
+from quantize.runner import Outcome
+
+
+def summary_json(outcome: Outcome, seconds: float) -> dict[str, Any]:
+    """The summary as plain data."""
+    records = outcome.records
+    return {
+        "out": str(outcome.out),
+        "already_complete": outcome.already_complete,
+        "seconds": round(seconds, 1),
+        "total_size": records["plan"].facts["total_size"],
+        "counts": records["plan"].facts["counts"],
+        "rules_checked": records["verify"].facts["rules"],
+        "warnings": records["verify"].facts["warnings"],
+        "stages": {n: {"seconds": r.seconds, "peak_memory_bytes": r.peak_memory_bytes} for n, r in records.items()},
+    }
+
+
+def print_summary(outcome: Outcome, seconds: float, console: Console) -> None:
+    """Prints what was made, how it was checked, and what to do with it."""
+    records, out = outcome.records, outcome.out
+    facts = records["plan"].facts
+    if outcome.already_complete:
+        console.print(f"{out} is already complete: it was made from the same inputs and recipe.", markup=False)
+    table = Table("in the checkpoint", "modules", "tensors", "size", box=None, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for kind, entry in facts["sizes"].items():
+        table.add_row(FORMATS[kind], str(facts["counts"].get(kind, "")), str(entry["tensors"]), size(entry["bytes"]))
+    console.print(table)
+    head, verified = records["assemble"].facts["head_sha256"], records["verify"].facts
+    console.print(f"verified: {verified['rules']} rules, no errors, {len(verified['warnings'])} warnings", markup=False)
+    console.print(f"MTP head: {len(head)} tensors, identical to the source by SHA-256", markup=False)
+    if not outcome.already_complete:
+        peak = max(r.peak_memory_bytes for r in records.values())
+        console.print(f"took {duration(seconds)}, peak host memory {size(peak)}", markup=False)
+    console.print(f"\ncheckpoint: {out} ({size(facts['total_size'])}); its model card is {out / 'README.md'}", markup=False)
+    console.print(
+        f"check it again: python -m assemble verify {out} --deep --source {records['fetch'].facts['model']['root']}",
+        markup=False,
+    )
+    serve = '{"method":"mtp","num_speculative_tokens":2}'
+    console.print(
+        f"serve it: vllm serve {out} --language-model-only --kv-cache-dtype fp8 --speculative-config '{serve}'", markup=False
+    )

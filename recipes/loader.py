@@ -1,0 +1,91 @@
+"""Finds, reads and checks a recipe, and says plainly what is wrong with one."""
+
+import difflib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from recipes.schema import Recipe
+
+SHIPPED = Path(__file__).parent
+DEFAULT = "w4a16_nvfp4-fp8_attn-kv_fp8_cast"
+
+
+class RecipeError(ValueError):
+    """A recipe that cannot be found, read or understood."""
+
+
+@dataclass(frozen=True)
+class LoadedRecipe:
+    """A recipe, its name, and the text it was read from (quoted in the model card)."""
+
+    name: str
+    text: str
+    recipe: Recipe
+
+
+def shipped_names() -> list[str]:
+    """The names of the recipes that come with the package, sorted."""
+    return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
+
+
+def load(name_or_path: str) -> LoadedRecipe:
+    """Reads a shipped recipe by name, or a YAML file by path.
+
+    Raises:
+        RecipeError: unknown name, unreadable or broken YAML, unknown or misspelt key, wrong value.
+    """
+    path = _find(name_or_path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"recipe {path} cannot be read: {error}") from error
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise RecipeError(f"recipe {path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(data, dict):
+        raise RecipeError(f"recipe {path} must be a mapping of keys to values, found {type(data).__name__}")
+    try:
+        return LoadedRecipe(path.stem, text, Recipe.model_validate(data))
+    except ValidationError as error:
+        raise RecipeError(f"recipe {path}: " + "; ".join(_explain(e) for e in error.errors())) from error
+
+
+def _find(name_or_path: str) -> Path:
+    shipped = SHIPPED / f"{name_or_path}.yaml"
+    if name_or_path in shipped_names():
+        return shipped
+    path = Path(name_or_path)
+    if path.suffix in {".yaml", ".yml"}:
+        if path.is_file():
+            return path
+        raise RecipeError(f"recipe file {path} does not exist")
+    near = difflib.get_close_matches(name_or_path, shipped_names(), n=1, cutoff=0.4)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise RecipeError(
+        f"no recipe named {name_or_path!r}{hint} Shipped: {', '.join(shipped_names())}. "
+        "A recipe of your own is given as a path that ends in .yaml."
+    )
+
+
+def _explain(error: Any) -> str:
+    where = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        *parents, key = [str(part) for part in error["loc"]]
+        near = difflib.get_close_matches(key, _fields(parents), n=1, cutoff=0.5)
+        return f"unknown key {where!r}" + (f", did you mean {near[0]!r}?" if near else "")
+    return f"{where}: {error['msg'][0].lower()}{error['msg'][1:]} (found {error['input']!r})"
+
+
+def _fields(parents: list[str]) -> list[str]:
+    model: type[BaseModel] = Recipe
+    for part in parents:
+        annotation = model.model_fields[part].annotation if part in model.model_fields else None
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return []
+        model = annotation
+    return list(model.model_fields)

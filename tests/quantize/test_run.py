@@ -1,0 +1,124 @@
+"""The main job, end to end, against ModelOpt's own exporter and against the source."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from assemble.checkpoint import Checkpoint
+from assemble.formats import dequantize_nvfp4
+from quantize.console import Reporter
+from quantize.modelopt_recipe import read_modelopt_recipe
+from quantize.runner import Outcome, run
+from quantize.stage import Request
+from recipes import loader
+
+VARIANTS = [
+    {"shards": 5, "head": "first", "float32": True},
+    {"shards": 3, "head": "own"},
+    {"shards": 2, "head": "last", "text_only": True},
+    {"shards": 1, "head": "first", "text_only": True, "keep_prefix": True, "float32": True},
+]
+
+
+def modelopt_export(root: Path, rows: np.ndarray, out: Path) -> tuple[Checkpoint, dict]:
+    """The oracle: the documented way with ModelOpt's public functions alone."""
+    import modelopt.torch.quantization as mtq
+    import torch
+    from modelopt.recipe import load_recipe
+    from modelopt.torch.export import export_hf_checkpoint
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    wrapped = AutoConfig.from_pretrained(root).model_type == "qwen3_5"
+    auto = AutoModelForImageTextToText if wrapped else AutoModelForCausalLM
+    model = auto.from_pretrained(root, dtype=torch.bfloat16).eval()
+
+    def forward(model: torch.nn.Module) -> None:
+        with torch.no_grad():
+            for batch in torch.from_numpy(rows).long().split(16):
+                model(input_ids=batch)
+
+    mtq.quantize(model, load_recipe(read_modelopt_recipe(RECIPE).name).quantize.model_dump(), forward)
+    export_hf_checkpoint(model, export_dir=out)
+    return Checkpoint.open(out), json.loads((out / "hf_quant_config.json").read_text())
+
+
+RECIPE = loader.load("demo").recipe.modelopt["qwen3_5"]
+
+
+def compare_with_oracle(outcome: Outcome, source: Checkpoint, tmp_path: Path) -> None:
+    made = Checkpoint.open(outcome.out)
+    rows = np.load(outcome.out.with_name(outcome.out.name + ".run") / "calibrate" / "rows.npy")
+    oracle, oracle_config = modelopt_export(source.root, rows, tmp_path / "oracle")
+    listed = made.config["quantization_config"]["quantized_layers"]
+    packed = [n for n in oracle if n.rpartition(".")[0] in listed]
+    assert len(packed) == 3 * len(listed)
+    for name in packed:
+        assert (made[name].dtype, made[name].shape) == (oracle[name].dtype, oracle[name].shape), name
+        assert made.read(name) == oracle.read(name), name
+    for name in source:
+        if name.rpartition(".")[0] not in listed:
+            assert (made[name].dtype, made[name].shape) == (source[name].dtype, source[name].shape), name
+            assert made.read(name) == source.read(name), name
+    assert made.keys() == set(packed) | {n for n in source if n.rpartition(".")[0] not in listed}
+    assert oracle_config["quantization"]["quantized_layers"] == listed
+    assert oracle_config["quantization"]["kv_cache_quant_algo"] == "FP8"
+
+
+def test_equals_modelopt_and_source(quantized: Outcome, tiny: Path, tmp_path: Path) -> None:
+    compare_with_oracle(quantized, Checkpoint.open(tiny), tmp_path)
+
+
+@pytest.mark.parametrize("options", VARIANTS, ids=str)
+def test_variants_equal_modelopt_and_source(
+    options: dict, make_variant: Callable[..., Path], calibration: Path, tmp_path: Path
+) -> None:
+    root = make_variant(**options)
+    request = Request(str(root), tmp_path / "out", loader.load("demo"), calibration=calibration, device="cpu")
+    compare_with_oracle(run(request, Reporter()), Checkpoint.open(root), tmp_path)
+
+
+def test_config_is_the_sources_plus_quantization(quantized: Outcome, tiny: Path) -> None:
+    config = json.loads((quantized.out / "config.json").read_text())
+    del config["quantization_config"]
+    assert config == json.loads((tiny / "config.json").read_text())
+
+
+def test_only_known_files_and_side_files_are_the_sources(quantized: Outcome, tiny: Path) -> None:
+    side = {"chat_template.jinja", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+    made = {"README.md", "config.json", "hf_quant_config.json", "provenance.json", "model.safetensors.index.json"}
+    shards = {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"}
+    assert {p.name for p in quantized.out.iterdir()} == side | made | shards
+    for name in side:
+        assert (quantized.out / name).read_bytes() == (tiny / name).read_bytes()
+
+
+def test_written_bytes_are_the_planned_ones(quantized: Outcome) -> None:
+    made = Checkpoint.open(quantized.out)
+    index = json.loads((quantized.out / "model.safetensors.index.json").read_text())
+    planned = quantized.records["plan"].facts["total_size"]
+    assert sum(t.nbytes for t in made.values()) == planned == index["metadata"]["total_size"]
+    assert quantized.records["plan"].facts["counts"] == {"FP8": 13, "W4A16_NVFP4": 13}
+
+
+def test_dequantized_weight_is_close_to_the_source(quantized: Outcome, tiny: Path) -> None:
+    made, source = Checkpoint.open(quantized.out), Checkpoint.open(tiny)
+    module = "model.language_model.layers.1.mlp.down_proj"
+    rows, half = made[f"{module}.weight"].shape
+    packed = np.frombuffer(made.read(f"{module}.weight"), np.uint8).reshape(rows, half)
+    scales = np.frombuffer(made.read(f"{module}.weight_scale"), np.uint8).reshape(rows, half // 8)
+    tensor_scale = float(np.frombuffer(made.read(f"{module}.weight_scale_2"), np.float32)[0])
+    mine = dequantize_nvfp4(packed, scales, tensor_scale).ravel()
+    bf16 = np.frombuffer(source.read(f"{module}.weight"), np.uint16).astype(np.uint32) << 16
+    truth = bf16.view(np.float32)
+    assert mine @ truth / (np.linalg.norm(mine) * np.linalg.norm(truth)) > 0.99
+
+
+def test_a_finished_run_is_left_alone(quantized: Outcome, tiny: Path, calibration: Path) -> None:
+    before = {p.name: p.stat().st_mtime_ns for p in quantized.out.iterdir()}
+    again = run(Request(str(tiny), quantized.out, loader.load("demo"), calibration=calibration, device="cpu"), Reporter())
+    assert again.already_complete
+    assert {p.name: p.stat().st_mtime_ns for p in quantized.out.iterdir()} == before
+    assert not list(quantized.out.with_name("out.run").rglob("*.safetensors"))

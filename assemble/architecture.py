@@ -5,10 +5,18 @@ gate (so q_proj has twice the rows). A published checkpoint wraps the decoder wi
 (`Qwen3_5ForConditionalGeneration`, names under `model.language_model.`); a text-only one does not
 (`Qwen3_5ForCausalLM`, names under `model.`, or still under `model.language_model.`).
 
-Shapes: transformers 5.14 models/qwen3_5/modeling_qwen3_5.py; the head's: vLLM 0.33 models/qwen3_5_mtp.py.
+A mixture of experts (`qwen3_5_moe`) replaces each MLP by a router (`mlp.gate`), E routed experts, one shared expert and its
+gate. The routed experts are stored in one of two layouts: fused, two 3-D tensors a layer (as published), or split, three
+2-D tensors an expert (as transformers 5 saves them, and as every quantized checkpoint has them). The MTP head has a layout
+of its own.
+
+Shapes: transformers 5.14 models/qwen3_5/modeling_qwen3_5.py, models/qwen3_5_moe/modeling_qwen3_5_moe.py; the head's:
+vLLM 0.33 models/qwen3_5_mtp.py.
 """
 
-from collections.abc import Mapping
+import dataclasses
+import functools
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,14 +47,16 @@ class ConfigError(InputError):
 
 @dataclass(frozen=True)
 class Architecture:
-    """A dense Qwen3.5 model, as its config.json describes it.
+    """A Qwen3.5 model, as its config.json describes it.
 
     Attributes:
-        model_type: `qwen3_5`.
+        model_type: `qwen3_5` or `qwen3_5_moe`.
         wrapped: True when the decoder is wrapped with a vision tower.
         prefix: What the decoder's tensor names start with.
         text: The text config (the whole config.json of a text-only checkpoint).
         tied: True when lm_head shares the embedding's weight.
+        split_experts: True when the decoder's routed experts are stored as 2-D tensors, one set an expert.
+        split_head_experts: The same for the MTP head.
     """
 
     model_type: str
@@ -54,6 +64,18 @@ class Architecture:
     prefix: str
     text: Mapping[str, Any]
     tied: bool
+    split_experts: bool = False
+    split_head_experts: bool = False
+
+    @property
+    def moe(self) -> bool:
+        """Whether it is a mixture of experts."""
+        return self.model_type == MOE
+
+    @property
+    def num_experts(self) -> int:
+        """Routed experts a layer; 0 for a dense model."""
+        return self._int("num_experts") if self.moe else 0
 
     @property
     def num_layers(self) -> int:
@@ -85,6 +107,7 @@ class Architecture:
             raise ConfigError(f"config.json: layer_types holds {sorted(map(str, unknown))}, which this family does not have")
         return types
 
+    @functools.cached_property
     def body_tensors(self) -> dict[str, Shape]:
         """Name and shape of every decoder tensor, embedding, final norm and (untied) lm_head."""
         hidden, vocab = self._int("hidden_size"), self._int("vocab_size")
@@ -95,22 +118,31 @@ class Architecture:
         for i, kind in enumerate(self.layer_types):
             layer = f"{self.prefix}layers.{i}."
             mixer = self._full_attention() if kind == "full_attention" else self._linear_attention()
-            tensors |= {layer + name: shape for name, shape in (mixer | self._norms() | self._mlp()).items()}
+            parts = mixer | self._norms() | self._mlp(split=self.split_experts)
+            tensors |= {layer + name: shape for name, shape in parts.items()}
         if not self.tied:
             tensors[f"{LM_HEAD}.weight"] = (vocab, hidden)
         return tensors
 
+    @functools.cached_property
     def linear_modules(self) -> dict[str, Shape]:
-        """Module name and weight shape [N, K] of every matrix product in the decoder, lm_head included."""
-        not_linear = (".embed_tokens.weight",)
+        """Module name and weight shape [N, K] of every matrix product in the decoder, lm_head included.
+
+        Routed experts are counted one by one, `mlp.experts.3.gate_proj`, whichever layout they are stored in.
+        """
+        split = self if self.split_experts or not self.moe else dataclasses.replace(self, split_experts=True)
         return {
             name.removesuffix(".weight"): shape
-            for name, shape in self.body_tensors().items()
-            if len(shape) == 2 and name.endswith(".weight") and not name.endswith(not_linear)
+            for name, shape in split.body_tensors.items()
+            if len(shape) == 2 and name.endswith(".weight") and not name.endswith(".embed_tokens.weight")
         }
 
+    @functools.cached_property
     def mtp_tensors(self) -> dict[str, Shape]:
-        """Name and shape of every tensor of the MTP head: 4 + 11 a layer (at least one layer)."""
+        """Name and shape of every tensor of the MTP head.
+
+        4, and a layer (one at least): 11 dense; 15 with fused experts, 13 + 3 E with split ones.
+        """
         hidden = self._int("hidden_size")
         tensors: dict[str, Shape] = {
             "mtp.fc.weight": (hidden, 2 * hidden),
@@ -119,7 +151,7 @@ class Architecture:
             "mtp.pre_fc_norm_embedding.weight": (hidden,),
         }
         for i in range(max(1, self.num_mtp_layers)):
-            layer = self._full_attention() | self._norms() | self._mlp()
+            layer = self._full_attention() | self._norms() | self._mlp(split=self.split_head_experts)
             tensors |= {f"mtp.layers.{i}.{name}": shape for name, shape in layer.items()}
         return tensors
 
@@ -133,13 +165,22 @@ class Architecture:
         hidden = self._int("hidden_size")
         return {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
 
-    def _mlp(self) -> dict[str, Shape]:
-        hidden, inner = self._int("hidden_size"), self._int("intermediate_size")
-        return {
-            "mlp.gate_proj.weight": (inner, hidden),
-            "mlp.up_proj.weight": (inner, hidden),
-            "mlp.down_proj.weight": (hidden, inner),
+    def _mlp(self, *, split: bool) -> dict[str, Shape]:
+        hidden = self._int("hidden_size")
+        if not self.moe:
+            return _gated("mlp", hidden, self._int("intermediate_size"))
+        experts, inner = self.num_experts, self._int("moe_intermediate_size")
+        tensors: dict[str, Shape] = {
+            "mlp.gate.weight": (experts, hidden),
+            "mlp.shared_expert_gate.weight": (1, hidden),
+            **_gated("mlp.shared_expert", hidden, self._int("shared_expert_intermediate_size")),
         }
+        if not split:
+            fused = {"gate_up_proj": (experts, 2 * inner, hidden), "down_proj": (experts, hidden, inner)}
+            return tensors | {f"mlp.experts.{name}": shape for name, shape in fused.items()}
+        for e in range(experts):
+            tensors |= _gated(f"mlp.experts.{e}", hidden, inner)
+        return tensors
 
     def _full_attention(self) -> dict[str, Shape]:
         hidden, head = self._int("hidden_size"), self._int("head_dim")
@@ -171,15 +212,23 @@ class Architecture:
         }
 
 
-def read_architecture(config: Mapping[str, Any], names: Mapping[str, Any]) -> Architecture:
+def _gated(module: str, hidden: int, inner: int) -> dict[str, Shape]:
+    return {
+        f"{module}.gate_proj.weight": (inner, hidden),
+        f"{module}.up_proj.weight": (inner, hidden),
+        f"{module}.down_proj.weight": (hidden, inner),
+    }
+
+
+def read_architecture(config: Mapping[str, Any], names: Iterable[str]) -> Architecture:
     """Reads a config.json of this family.
 
     Args:
         config: The parsed config.json.
-        names: The checkpoint's tensor names (any container): they tell which prefix the decoder has.
+        names: The checkpoint's tensor names: they tell the decoder's prefix and the layout of the experts.
 
     Raises:
-        ConfigError: not this family, or a mixture of experts (not supported yet).
+        ConfigError: not this family, or a field absent or malformed.
     """
     wrapped = isinstance(config.get("text_config"), dict)
     text: Mapping[str, Any] = config["text_config"] if wrapped else config
@@ -187,23 +236,34 @@ def read_architecture(config: Mapping[str, Any], names: Mapping[str, Any]) -> Ar
     if model_type not in (DENSE, MOE):
         raise ConfigError(
             f"config.json: model_type {config.get('model_type')!r} is not supported. This tool is for the Qwen3.5 "
-            f"family: {DENSE} and its text-only form {DENSE}_text."
+            f"family: {DENSE} and {MOE}, and their text-only forms {DENSE}_text and {MOE}_text."
         )
-    if model_type == MOE:
-        raise ConfigError("config.json: mixture-of-experts models (qwen3_5_moe) are not supported yet; dense qwen3_5 is.")
     expected = (WRAPPED_CLASS if wrapped else TEXT_CLASS)[model_type]
     if config.get("architectures") != [expected]:
         raise ConfigError(f"config.json: architectures is {config.get('architectures')!r}, expected [{expected!r}]")
+    names = frozenset(names)
     inner = "model.language_model."
     prefix = inner if wrapped or any(name.startswith(inner) for name in names) else "model."
     tied = bool(config.get("tie_word_embeddings", False) or text.get("tie_word_embeddings", False))
-    return Architecture(model_type, wrapped, prefix, text, tied)
+    split, split_head = (f"{start}layers.0.mlp.experts.0.gate_proj.weight" in names for start in (prefix, MTP_PREFIX))
+    architecture = Architecture(model_type, wrapped, prefix, text, tied, split, split_head)
+    _ = architecture.body_tensors, architecture.mtp_tensors  # a field that is absent or malformed raises here
+    return architecture
 
 
 def fused_group(module: str) -> tuple[str, ...]:
-    """The modules that vLLM loads into one parameter together with `module`, itself included; () when there are none."""
+    """The modules that vLLM loads into one parameter with `module`, itself included; () when there are none."""
     parent, _, leaf = module.rpartition(".")
     for members in FUSED.values():
         if leaf in members:
             return tuple(f"{parent}.{member}" for member in members)
     return ()
+
+
+def experts_container(module: str) -> str:
+    """The module that quantized_layers lists for `module`: the layer's `mlp.experts` for a routed expert's projection.
+
+    ModelOpt lists the container once a layer, and vLLM looks for it by prefix.
+    """
+    head, found, tail = module.partition(".mlp.experts.")
+    return f"{head}.mlp.experts" if found and tail else module

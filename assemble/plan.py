@@ -114,7 +114,7 @@ def plan_assembly(
         quantized.append(list(quantized_tensors(module, schemes[module], weight.shape)))
     copies |= find_head(head, architecture)
     plain = [[TensorSpec(n, copies[n].dtype, copies[n].shape)] for n in sorted(copies, key=natural)]
-    left = [m for m in architecture.linear_modules() if m not in schemes]
+    left = [m for m in architecture.linear_modules if m not in schemes]
     return AssemblyPlan(
         source,
         head,
@@ -137,7 +137,7 @@ def _check_body(source: Checkpoint, architecture: Architecture, schemes: Mapping
             f"{root} has tied embeddings (tie_word_embeddings: true), and the recipe quantizes lm_head: vLLM cannot load "
             "that. Untie the model first (store lm_head.weight and set the flag to false), or use a recipe that leaves lm_head."
         )
-    expected = architecture.body_tensors()
+    expected = architecture.body_tensors
     if missing := [n for n in expected if n not in source]:
         raise PlanError(f"{root}: tensor {missing[0]} is missing ({len(missing)} missing in all).")
     vision = [n for n in source if n.startswith(VISION_PREFIX)]

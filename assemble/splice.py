@@ -24,7 +24,7 @@ def find_head(checkpoint: Checkpoint, architecture: Architecture) -> dict[str, T
     Raises:
         HeadError: with the tensor's name and what to do.
     """
-    expected = architecture.mtp_tensors()
+    expected = architecture.mtp_tensors
     present = {name for name in checkpoint if name.startswith(MTP_PREFIX)}
     where = checkpoint.root
     if not present:

@@ -76,8 +76,6 @@ def _subject(
         layout = read_layout(root)
         tensors = {t.name: t for s in layout.shards for t in s.tensors}
         architecture = read_architecture(config, tensors)
-        architecture.body_tensors()
-        architecture.mtp_tensors()
     except (JSONFileError, ConfigError) as error:
         return None, (Finding("CFG-1", Severity.ERROR, "config.json", str(error), "a config of this family"),)
     twin = root / "hf_quant_config.json"

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from assemble.architecture import MTP_PREFIX, Architecture, read_architecture
+from assemble.architecture import DENSE, MOE, MTP_PREFIX, Architecture, read_architecture
 from assemble.checkpoint import Checkpoint
 from assemble.errors import InputError
 from assemble.plan import AssemblyPlan, plan_assembly
@@ -46,8 +46,12 @@ def build_plan(recipe: Recipe, source: Checkpoint, head: Checkpoint) -> Assembly
         InputError: whatever makes the source unfit; see `assemble.plan`, `assemble.architecture`, `assemble.splice`.
     """
     architecture = read_architecture(source.config, source)
+    if architecture.moe:
+        raise InputError(
+            f"{source.root} is a mixture of experts ({MOE}): quantizing those is not supported yet; dense {DENSE} is."
+        )
     table = modelopt_table(recipe, architecture)
-    schemes = {m: scheme for m in architecture.linear_modules() if (scheme := table.scheme(m)) is not None}
+    schemes = {m: scheme for m in architecture.linear_modules if (scheme := table.scheme(m)) is not None}
     plan = plan_assembly(source, head, architecture, schemes, recipe.max_shard_bytes)
     table.check_kv_cache(f"{architecture.prefix}layers.0.self_attn")
     return plan
@@ -90,7 +94,7 @@ def estimate_needs(plan: AssemblyPlan, request: Request) -> Needs:
     recipe = request.recipe.recipe
     device, gpu = resolve_device(request.device, modelopt_table(recipe, plan.architecture))
     body = sum(t.nbytes for n, t in plan.source.items() if not n.startswith(MTP_PREFIX))
-    linear = plan.architecture.linear_modules()
+    linear = plan.architecture.linear_modules
     largest = max(linear[m][0] * linear[m][1] for m in plan.schemes)
     tokens = min(recipe.calibration.batch_size, recipe.calibration.num_samples) * recipe.calibration.sequence_length
     activations = tokens * int(plan.architecture.text["hidden_size"]) * ACTIVATION_FACTOR

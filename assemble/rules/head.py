@@ -8,7 +8,7 @@ from assemble.rules.model import Detail, Subject
 
 def head_names_and_shapes(subject: Subject) -> Iterator[Detail]:
     """MTP-1: the head's tensors are exactly those of the architecture, with their shapes."""
-    expected = subject.architecture.mtp_tensors()
+    expected = subject.architecture.mtp_tensors
     for name, shape in expected.items():
         tensor = subject.tensors.get(name)
         if tensor is None or tensor.shape != shape:

@@ -21,7 +21,7 @@ def listed_modules_exist(subject: Subject) -> Iterator[Detail]:
 
 
 def _tensors_of(subject: Subject, scheme: str) -> Iterator[Detail]:
-    linear = subject.architecture.linear_modules()
+    linear = subject.architecture.linear_modules
     for module, listed in subject.schemes.items():
         if listed != scheme or module not in linear:
             continue
@@ -86,7 +86,7 @@ def gate_up_share_scale(subject: Subject) -> Iterator[Detail]:
 
 def only_the_recipes_modules(subject: Subject) -> Iterator[Detail]:
     """Q-11: nothing is quantized that vLLM builds unquantized."""
-    linear = subject.architecture.linear_modules()
+    linear = subject.architecture.linear_modules
     for module in subject.schemes:
         if module.startswith((MTP_PREFIX, VISION_PREFIX)) or (f"{module}.weight" in subject.tensors and module not in linear):
             yield f"quantized_layers[{module}]", "listed", "not listed: vLLM builds it in BF16"
@@ -96,7 +96,7 @@ def only_the_recipes_modules(subject: Subject) -> Iterator[Detail]:
 
 def known_names(subject: Subject) -> Iterator[Detail]:
     """Q-12: no tensor that vLLM has no parameter for."""
-    body = subject.architecture.body_tensors()
+    body = subject.architecture.body_tensors
     for name in subject.tensors:
         if name in body or name.startswith(MTP_PREFIX) or (subject.architecture.wrapped and name.startswith(VISION_PREFIX)):
             continue
@@ -107,7 +107,7 @@ def known_names(subject: Subject) -> Iterator[Detail]:
 
 def complete_body(subject: Subject) -> Iterator[Detail]:
     """Q-13: every tensor of the decoder is there, and has its shape where it is not quantized."""
-    for name, shape in subject.architecture.body_tensors().items():
+    for name, shape in subject.architecture.body_tensors.items():
         tensor = subject.tensors.get(name)
         if tensor is None:
             if name != f"{LM_HEAD}.weight":  # CFG-3's
@@ -126,7 +126,7 @@ def ignore_spares_the_quantized(subject: Subject) -> Iterator[Detail]:
 def ignore_groups_whole(subject: Subject) -> Iterator[Detail]:
     """IGN-3: `ignore` names both or neither member of a fused group."""
     resolution = subject.resolution
-    for module in subject.architecture.linear_modules():
+    for module in subject.architecture.linear_modules:
         try:
             resolution.excluded(module)
         except PartialGroupError as error:

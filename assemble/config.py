@@ -71,7 +71,7 @@ def complete_config(source: Mapping[str, Any], architecture: Architecture) -> tu
     if not architecture.num_mtp_layers:
         changes.append(f"mtp_num_hidden_layers: {text.get('mtp_num_hidden_layers')!r} -> 1 (the head is there)")
         text["mtp_num_hidden_layers"] = 1
-    if not any(key in place for place in (config, text) for key in ("dtype", "torch_dtype")):
+    if not any(place.get(key) for place in (config, text) for key in ("dtype", "torch_dtype")):
         changes.append("dtype: absent -> 'bfloat16'")
         config["dtype"] = "bfloat16"
     return config, changes

@@ -120,6 +120,7 @@ def _reported(*, debug: bool):  # type: ignore[no-untyped-def]
 
 
 def _preview(request: Request, *, as_json: bool) -> None:
+    from quantize.planning import MachineError
     from quantize.preview import preview, print_preview
 
     shown = preview(request)
@@ -127,9 +128,12 @@ def _preview(request: Request, *, as_json: bool) -> None:
         typer.echo(json.dumps(shown.as_json(), indent=2))
     else:
         print_preview(shown, Console(file=sys.stdout, highlight=False, soft_wrap=True))
+    if shown.problems:
+        raise MachineError(" ".join(shown.problems))
 
 
 def _run(request: Request, *, as_json: bool) -> None:
+    from quantize.planning import MachineError
     from quantize.preview import preview
     from quantize.runner import run
     from quantize.summary import print_summary, summary_json
@@ -137,8 +141,11 @@ def _run(request: Request, *, as_json: bool) -> None:
     started = time.monotonic()
     reporter = words.Reporter()
     if read_record(request.workspace / "fetch") is None:
-        for note in preview(request).notes:
+        shown = preview(request)
+        for note in shown.notes:
             reporter.line(f"note: {note}")
+        if shown.problems:
+            raise MachineError(shown.problems[0])
     outcome = run(request, reporter)
     seconds = time.monotonic() - started
     if as_json:

@@ -30,18 +30,24 @@ def check_reachable(settings: Calibration) -> str | None:
         A note when the Hub cannot be asked now (the dataset may still be in `datasets`' own cache), else None.
 
     Raises:
-        CalibrationError: gated, or no such dataset.
+        CalibrationError: gated, no such dataset, or a token that the Hub refuses.
     """
     import httpx
     from huggingface_hub import HfApi, errors
 
     try:
-        HfApi().dataset_info(settings.dataset, timeout=5)
+        hub = HfApi()
+        hub.dataset_info(settings.dataset, timeout=5)  # auth_check knows no timeout, so this asks first
+        hub.auth_check(settings.dataset, repo_type="dataset")  # the metadata of a gated dataset is public: ask for its files
     except errors.GatedRepoError as error:
         raise CalibrationError(_unavailable(settings, "it is gated")) from error
     except errors.RepositoryNotFoundError as error:
         raise CalibrationError(_unavailable(settings, "the Hub shows you no such dataset")) from error
-    except (errors.HfHubHTTPError, errors.OfflineModeIsEnabled, httpx.HTTPError, OSError):
+    except errors.HFValidationError as error:
+        raise CalibrationError(_unavailable(settings, str(error))) from error
+    except (httpx.HTTPError, OSError) as error:
+        if isinstance(error, errors.HfHubHTTPError) and error.response.status_code == 401:
+            raise CalibrationError(_unavailable(settings, "the Hub refuses your token (HF_TOKEN)")) from error
         return (
             f"the Hub cannot be asked for {settings.dataset} now: the run will work only if `datasets` has it in its cache; "
             "--calibration PATH needs no Hub"
@@ -51,20 +57,23 @@ def check_reachable(settings: Calibration) -> str | None:
 
 def _unavailable(settings: Calibration, why: str) -> str:
     return (
-        f"calibration dataset {settings.dataset} cannot be used: {why}. Ways out: --calibration PATH with your own text "
-        "(.jsonl or .parquet with a column article, text or messages, or a folder saved by `datasets`); "
-        "or log in with access: hf auth login."
+        f"calibration dataset {settings.dataset} cannot be used: {' '.join(why.split())[:300].rstrip('. ')}. "
+        "Ways out: --calibration PATH with your own text (.jsonl or .parquet with a column article, text or messages, or a "
+        "folder saved by `datasets`); or log in with access: hf auth login."
     )
 
 
 def check_path(path: Path, settings: Calibration) -> str:
-    """The column of a local calibration set that will be used.
+    """The column of a local calibration set that will be used: the recipe's, or else the first known one that is there.
 
     Raises:
-        CalibrationError: no such file, unknown kind, unreadable, or none of the known columns.
+        CalibrationError: no such file, unknown kind, unreadable, no rows, or none of the known columns.
     """
     if path.suffix == ".jsonl":
-        return _column(next(iter(_read_jsonl(path)), {}), path, settings)
+        first = next(_read_jsonl(path), None)
+        if first is None:
+            raise CalibrationError(f"calibration data {path} holds no rows. Give a file with text in it.")
+        return _column(first, path, settings)
     return _column(_open_table(path), path, settings)
 
 
@@ -75,69 +84,85 @@ def _column(columns: Iterable[str], path: Path, settings: Calibration) -> str:
             return name
     raise CalibrationError(
         f"{path} has no column {settings.column!r} (nor {', '.join(c for c in COLUMNS if c != settings.column)}); "
-        f"it has: {', '.join(there) or 'nothing'}."
+        f"it has: {', '.join(there) or 'nothing'}. Rename the one that holds the text."
     )
 
 
 def documents_from_path(path: Path, settings: Calibration) -> Sequence[Any]:
-    """The documents of a local set, in file order: strings, or lists of messages."""
+    """The documents of a local set, in file order: strings, or lists of messages.
+
+    Raises:
+        CalibrationError: as `check_path`, or a line of a jsonl file that is broken or lacks the column.
+    """
     column = check_path(path, settings)
     if path.suffix == ".jsonl":
         return [_cell(row, column, path, number) for number, row in enumerate(_read_jsonl(path), 1)]
-    return list(_open_table(path, read=True)[column])
+    return _open_table(path, read=column)  # type: ignore[no-any-return]
 
 
 def _cell(row: dict[str, Any], column: str, path: Path, number: int) -> Any:
     if column not in row:
-        raise CalibrationError(f"{path}: row {number} has no {column!r}")
+        raise CalibrationError(
+            f"{path}: row {number} has no {column!r}, which the first row has. Give every row the same keys."
+        )
     return row[column]
 
 
 def _read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    row = json.loads(line)
-                    if not isinstance(row, dict):
-                        raise CalibrationError(f"{path}: line {number} is not a JSON object")
-                    yield row
+                    yield _parse_line(line, f"{path}: line {number}")
     except OSError as error:
-        raise CalibrationError(f"calibration data {path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        if isinstance(error, CalibrationError):
-            raise
-        raise CalibrationError(f"{path}: not valid JSON lines: {error}") from error
+        raise CalibrationError(f"calibration data {path} cannot be read: {error.strerror}.") from error
 
 
-def _open_table(path: Path, *, read: bool = False) -> Any:
-    """Column names of a parquet file or a saved dataset; with `read`, a mapping of columns."""
+def _parse_line(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line.decode("utf-8-sig"))  # some editors begin a file with a byte order mark
+    except UnicodeDecodeError as error:
+        raise CalibrationError(f"{where} is not UTF-8 text. Save the file as UTF-8.") from error
+    except (ValueError, RecursionError) as error:
+        raise CalibrationError(f"{where} is not valid JSON ({error}). A .jsonl file holds one JSON object a line.") from error
+    if not isinstance(row, dict):
+        raise CalibrationError(f'{where} is not a JSON object, but {type(row).__name__}. Write it as {{"text": …}}.')
+    return row
+
+
+def _open_table(path: Path, *, read: str | None = None) -> Any:
+    """Column names of a parquet file or a saved dataset; with `read`, the values of that column."""
     if path.suffix == ".parquet" and path.is_file():
         import pyarrow as pa
         from pyarrow import parquet
 
         try:
-            return parquet.read_table(path).to_pydict() if read else parquet.read_schema(path).names
+            return parquet.read_table(path, columns=[read])[read].to_pylist() if read else parquet.read_schema(path).names
         except (OSError, pa.ArrowException) as error:
-            raise CalibrationError(f"calibration data {path} cannot be read: {error}") from error
+            raise CalibrationError(f"calibration data {path} is not a readable parquet file: {error}.") from error
     if path.is_dir():
-        return _saved_dataset(path, read=read)
+        data = _saved_dataset(path)
+        return data[read] if read else data.column_names
     kind = "does not exist" if not path.exists() else "is neither .jsonl, .parquet nor a folder saved by `datasets`"
-    raise CalibrationError(f"calibration data {path} {kind}.")
+    raise CalibrationError(
+        f"calibration data {path} {kind}. Check the path, or write one JSON object a line into a .jsonl file."
+    )
 
 
-def _saved_dataset(path: Path, *, read: bool) -> Any:
+def _saved_dataset(path: Path) -> Any:
+    """A saved dataset; of one with several splits `train`, or the first."""
     import datasets
 
     try:
         data = datasets.load_from_disk(str(path))
-    except (OSError, ValueError) as error:
-        raise CalibrationError(
-            f"calibration data {path} is not a folder saved by `datasets` (save_to_disk): {error}"
-        ) from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        text = " ".join(str(error).split())
+        raise CalibrationError(f"calibration data {path} is not a folder saved by `datasets` (save_to_disk): {text}") from error
     if isinstance(data, datasets.DatasetDict):
+        if not data:
+            raise CalibrationError(f"calibration data {path} holds no split. Save it again with one.")
         data = data["train"] if "train" in data else next(iter(data.values()))
-    return data if read else data.column_names
+    return data
 
 
 def documents_from_hub(settings: Calibration) -> Sequence[Any]:
@@ -147,15 +172,17 @@ def documents_from_hub(settings: Calibration) -> Sequence[Any]:
         CalibrationError: gated, absent, offline, or without the column; with the ways out.
     """
     import datasets
+    import httpx
 
     datasets.disable_progress_bars()
     try:
         data = datasets.load_dataset(settings.dataset, settings.config, split=settings.split)
-    except (datasets.exceptions.DatasetNotFoundError, ConnectionError, OSError, ValueError) as error:
-        raise CalibrationError(_unavailable(settings, " ".join(str(error).split())[:300])) from error
+    except (datasets.exceptions.DatasetsError, httpx.HTTPError, OSError, ValueError, RuntimeError) as error:
+        raise CalibrationError(_unavailable(settings, str(error))) from error
     if settings.column not in data.column_names:
         raise CalibrationError(
-            f"calibration dataset {settings.dataset} has no column {settings.column!r}; it has: {', '.join(data.column_names)}."
+            f"calibration dataset {settings.dataset} has no column {settings.column!r}; it has: "
+            f"{', '.join(data.column_names)}. Correct `column` in the recipe, or use --calibration PATH."
         )
     return data[settings.column]  # type: ignore[no-any-return]
 
@@ -174,7 +201,7 @@ def pack_rows(
     used = 0
     for i in np.random.default_rng(settings.seed).permutation(len(documents)):
         before = len(tokens)
-        tokens += _tokenize(documents[int(i)], tokenizer)
+        tokens += _tokenize(documents[int(i)], tokenizer, int(i) + 1)
         used += 1
         if progress:
             progress(min(wanted, len(tokens)) - min(wanted, before))
@@ -186,14 +213,33 @@ def pack_rows(
     )
 
 
-def _tokenize(document: Any, tokenizer: Any) -> list[int]:
-    text = document
-    if isinstance(document, list):
-        text = tokenizer.apply_chat_template(document, tokenize=False)
+def _tokenize(document: Any, tokenizer: Any, number: int) -> list[int]:
+    text = _render(document, tokenizer, number) if isinstance(document, list) else document
     if not isinstance(text, str):
-        raise CalibrationError(f"a calibration document is {type(document).__name__}, expected text or a list of messages")
+        raise CalibrationError(
+            f"row {number} of the calibration data holds {document!r:.40}, expected text or a list of messages. "
+            "Remove the row, or name another column in the recipe."
+        )
     ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     return ids if tokenizer.eos_token_id is None else [*ids, tokenizer.eos_token_id]
+
+
+def _render(messages: list[Any], tokenizer: Any, number: int) -> Any:
+    """The messages as one text. A chat template is the model's own program, so its errors can be of many kinds."""
+    import jinja2
+
+    if not tokenizer.chat_template:
+        raise CalibrationError(
+            f"row {number} of the calibration data is a list of messages, and the model has no chat template to write them "
+            "with. Give plain text in a column text."
+        )
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False)
+    except (ValueError, TypeError, KeyError, AttributeError, jinja2.TemplateError) as error:
+        raise CalibrationError(
+            f"row {number} of the calibration data is not messages that the model's chat template takes: "
+            f"{' '.join(str(error).split())[:300]}. Give messages as objects with role and content, or a column of plain text."
+        ) from error
 
 
 def rows_sha256(rows: npt.NDArray[np.int32]) -> str:

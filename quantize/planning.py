@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from assemble.architecture import DENSE, MOE, MTP_PREFIX, Architecture, read_architecture
+from assemble.architecture import DENSE, LM_HEAD, MOE, MTP_PREFIX, Architecture, read_architecture
 from assemble.checkpoint import Checkpoint
 from assemble.errors import InputError
 from assemble.plan import AssemblyPlan, plan_assembly
@@ -16,9 +16,11 @@ from quantize.provenance import package_version
 from quantize.stage import Request
 from recipes.schema import Recipe
 
-PROCESS_BYTES = 1_500_000_000  # resident memory of a process that imported torch, transformers and ModelOpt
-EXPORT_BYTES_PER_WEIGHT = 14  # peak temporaries of ModelOpt's NVFP4 packing, a weight of the largest module
-ACTIVATION_FACTOR = 40  # peak activation bytes a token, over hidden_size (BF16; docs/measurements.md)
+# Fitted to the runs in docs/measurements.md.
+PROCESS_BYTES = 750_000_000  # host memory of a process that imported torch, transformers and ModelOpt
+CUDA_PROCESS_BYTES = 3_000_000_000  # the same with a CUDA context
+EXPORT_BYTES_PER_WEIGHT = 14  # peak temporaries of ModelOpt's NVFP4 packing, a weight of the module being packed
+ACTIVATION_BYTES = 60  # peak of a forward pass, a token and hidden unit (transformers' torch path of Gated DeltaNet)
 DISK_MARGIN_BYTES = 50_000_000  # side files, headers, records
 
 
@@ -90,18 +92,13 @@ def resolve_device(requested: str, table: ModelOptRecipe) -> tuple[str, GPU | No
 
 
 def estimate_needs(plan: AssemblyPlan, request: Request) -> Needs:
-    """Memory and disk, estimated; the constants were fitted to the runs in docs/measurements.md."""
+    """Memory, estimated, and disk, exact but for side files."""
     recipe = request.recipe.recipe
     device, gpu = resolve_device(request.device, modelopt_table(recipe, plan.architecture))
-    body = sum(t.nbytes for n, t in plan.source.items() if not n.startswith(MTP_PREFIX))
-    linear = plan.architecture.linear_modules
-    largest = max(linear[m][0] * linear[m][1] for m in plan.schemes)
-    tokens = min(recipe.calibration.batch_size, recipe.calibration.num_samples) * recipe.calibration.sequence_length
-    activations = tokens * int(plan.architecture.text["hidden_size"]) * ACTIVATION_FACTOR
-    working = body + max(largest * EXPORT_BYTES_PER_WEIGHT, activations)
+    working = _working_bytes(plan, recipe)
     on_gpu = device == "cuda"
-    host = PROCESS_BYTES + (max(t.nbytes for t in plan.source.values()) if on_gpu else working)
-    there = sum(f.stat().st_size for f in request.workspace.rglob("*.safetensors")) if request.workspace.is_dir() else 0
+    host = CUDA_PROCESS_BYTES + max(t.nbytes for t in plan.source.values()) if on_gpu else PROCESS_BYTES + working
+    there = sum(f.stat().st_size for place in (request.workspace, request.out) for f in place.rglob("*.safetensors"))
     return Needs(
         device,
         gpu,
@@ -113,26 +110,54 @@ def estimate_needs(plan: AssemblyPlan, request: Request) -> Needs:
     )
 
 
-def check_needs(needs: Needs, body_bytes: int) -> list[str]:
-    """Refuses what cannot fit for certain, and warns of what is estimated not to.
+def body_bytes(plan: AssemblyPlan) -> int:
+    """Bytes of the source's tensors that a model holds: all but the MTP head."""
+    return sum(t.nbytes for n, t in plan.source.items() if not n.startswith(MTP_PREFIX))
 
-    Raises:
-        MachineError: not enough disk (exact); less memory than the BF16 weights alone take.
+
+def _working_bytes(plan: AssemblyPlan, recipe: Recipe) -> int:
+    """Peak memory of the model's device.
+
+    Either the whole body and a forward pass or the packing of a decoder weight; or, at the end, when the decoder's
+    weights are released already, lm_head and its packing.
     """
+    linear = {m: rows * columns for m, (rows, columns) in plan.architecture.linear_modules.items() if m in plan.schemes}
+    head = linear.pop(LM_HEAD, 0)
+    rows = min(recipe.calibration.batch_size, recipe.calibration.num_samples)
+    tokens = rows * recipe.calibration.sequence_length
+    forward = tokens * int(plan.architecture.text["hidden_size"]) * ACTIVATION_BYTES
+    body = body_bytes(plan)
+    left = body - 2 * sum(linear.values())
+    return max(
+        body + max(forward, max(linear.values(), default=0) * EXPORT_BYTES_PER_WEIGHT), left + head * EXPORT_BYTES_PER_WEIGHT
+    )
+
+
+def judge_needs(needs: Needs, weights: int) -> tuple[list[str], list[str]]:
+    """What is estimated not to fit (notes), and what cannot fit for certain (problems).
+
+    Args:
+        needs: The estimate.
+        weights: Bytes of the BF16 weights, which must be resident.
+
+    Returns:
+        Notes and problems, a sentence each.
+    """
+    notes, problems = [], []
     if needs.disk_needed > needs.disk_available:
-        raise MachineError(
+        problems.append(
             f"not enough disk: {size(needs.disk_needed)} are needed, {size(needs.disk_available)} are free where OUT goes. "
             "Free some, or choose an OUT on another disk."
         )
     what, needed, there = "host memory", needs.memory_needed, needs.memory_available
     if needs.gpu is not None:
         what, needed, there = f"memory of {needs.gpu.name}", needs.gpu_needed, needs.gpu.free_bytes
-    if body_bytes > there:
+    if weights > there:
         other = "--device cpu" if needs.gpu else "a machine with more memory"
-        raise MachineError(f"the BF16 weights take {size(body_bytes)}, more than the {size(there)} free {what}. Use {other}.")
-    if needed > there:
-        return [f"the run is estimated to need {size(needed)} of {what}, {size(there)} are free: it may run out"]
-    return []
+        problems.append(f"the BF16 weights take {size(weights)}, more than the {size(there)} free {what}. Use {other}.")
+    elif needed > there:
+        notes.append(f"the run is estimated to need {size(needed)} of {what}, {size(there)} are free: it may run out")
+    return notes, problems
 
 
 def check_paths(request: Request) -> None:

@@ -18,30 +18,37 @@ FORMATS = {"W4A16_NVFP4": "NVFP4 W4A16", "FP8": "FP8 W8A8", "MTP head": "MTP hea
 
 @dataclass(frozen=True)
 class Preview:
-    """A plan with what it needs and what is worth knowing."""
+    """A plan with what it needs, what is worth knowing, and why this machine cannot do it (`problems`), if so."""
 
     request: Request
     plan: AssemblyPlan
     needs: Needs
     notes: list[str]
+    problems: list[str]
 
     def as_json(self) -> dict[str, Any]:
         """Plain data."""
-        return {"model": self.request.model, "notes": self.notes, "needs": asdict(self.needs), **as_json(self.plan)}
+        return {
+            "model": self.request.model,
+            "notes": self.notes,
+            "problems": self.problems,
+            "needs": asdict(self.needs),
+            **as_json(self.plan),
+        }
 
 
 def preview(request: Request) -> Preview:
     """Plans a request from headers and configs alone; of a Hub id only those are fetched.
 
     Raises:
-        InputError: whatever would make the run fail later.
+        InputError: whatever would make the run fail on any machine.
     """
     check_paths(request)
     source = open_headers(request.model, request.revision)
     head = open_headers(request.mtp_from, None) if request.mtp_from else source
     plan = build_plan(request.recipe.recipe, source, head)
-    notes = examine(plan, request, reach=True)
-    return Preview(request, plan, estimate_needs(plan, request), notes)
+    notes, problems = examine(plan, request, reach=True)
+    return Preview(request, plan, estimate_needs(plan, request), notes, problems)
 
 
 def print_preview(shown: Preview, console: Console) -> None:

@@ -1,12 +1,21 @@
 """plan: what every tensor becomes, from headers and configs; refuses what a later stage would choke on."""
 
-from assemble.architecture import MTP_PREFIX
 from assemble.config import complete_config
 from assemble.jsonfile import write_object
 from assemble.plan import AssemblyPlan
 from assemble.writer import sha256_file
 from quantize import calibration
-from quantize.planning import as_json, build_plan, check_needs, estimate_needs, plan_notes, sizes, versions_note
+from quantize.planning import (
+    MachineError,
+    as_json,
+    body_bytes,
+    build_plan,
+    estimate_needs,
+    judge_needs,
+    plan_notes,
+    sizes,
+    versions_note,
+)
 from quantize.stage import Context, Record, Request, Result
 from quantize.stages import fetch
 
@@ -17,7 +26,9 @@ def run(context: Context) -> Result:
     """Writes plan.json, and notes what the user should know."""
     source, head = fetch.opened(context.records["fetch"])
     plan = build_plan(context.recipe, source, head)
-    notes = examine(plan, context.request, reach=False)
+    notes, problems = examine(plan, context.request, reach=False)
+    if problems:
+        raise MachineError(problems[0])
     write_object(context.directory / FILE, as_json(plan))
     _, changes = complete_config(source.config, plan.architecture)
     facts = {
@@ -38,16 +49,19 @@ def planned(context: Context, record: Record) -> AssemblyPlan:
     return build_plan(context.recipe, source, head)
 
 
-def examine(plan: AssemblyPlan, request: Request, *, reach: bool) -> list[str]:
-    """Everything that can be known to go wrong before work starts; what is only worth knowing is returned.
+def examine(plan: AssemblyPlan, request: Request, *, reach: bool) -> tuple[list[str], list[str]]:
+    """Everything that can be known before work starts.
 
     Args:
         plan: The plan.
         request: What was asked for.
         reach: Also ask the Hub for the calibration dataset.
 
+    Returns:
+        Notes (what is worth knowing), and problems (why this machine cannot do it; another one could).
+
     Raises:
-        InputError: something that would fail later.
+        InputError: an input that would fail later, on any machine.
     """
     _, changes = complete_config(plan.source.config, plan.architecture)
     notes = versions_note() + plan_notes(plan, changes)
@@ -56,5 +70,5 @@ def examine(plan: AssemblyPlan, request: Request, *, reach: bool) -> list[str]:
         calibration.check_path(request.calibration, settings)
     elif reach and (note := calibration.check_reachable(settings)):
         notes.append(note)
-    body = sum(t.nbytes for n, t in plan.source.items() if not n.startswith(MTP_PREFIX))
-    return notes + check_needs(estimate_needs(plan, request), body)
+    more, problems = judge_needs(estimate_needs(plan, request), body_bytes(plan))
+    return notes + more, problems

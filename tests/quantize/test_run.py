@@ -1,4 +1,4 @@
-"""The main job, end to end, against ModelOpt's own exporter and against the source."""
+"""The main job on the CPU, end to end, against ModelOpt's own exporter and against the source."""
 
 import json
 from collections.abc import Callable
@@ -10,10 +10,10 @@ import pytest
 from assemble.checkpoint import Checkpoint
 from assemble.formats import dequantize_nvfp4
 from quantize.console import Reporter
-from quantize.modelopt_recipe import read_modelopt_recipe
 from quantize.runner import Outcome, run
 from quantize.stage import Request
 from recipes import loader
+from tests.quantize.oracle import compare_with_oracle
 
 VARIANTS = [
     {"shards": 5, "head": "first", "float32": True},
@@ -23,52 +23,9 @@ VARIANTS = [
 ]
 
 
-def modelopt_export(root: Path, rows: np.ndarray, out: Path) -> tuple[Checkpoint, dict]:
-    """The oracle: the documented way with ModelOpt's public functions alone."""
-    import modelopt.torch.quantization as mtq
-    import torch
-    from modelopt.recipe import load_recipe
-    from modelopt.torch.export import export_hf_checkpoint
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-
-    wrapped = AutoConfig.from_pretrained(root).model_type == "qwen3_5"
-    auto = AutoModelForImageTextToText if wrapped else AutoModelForCausalLM
-    model = auto.from_pretrained(root, dtype=torch.bfloat16).eval()
-
-    def forward(model: torch.nn.Module) -> None:
-        with torch.no_grad():
-            for batch in torch.from_numpy(rows).long().split(16):
-                model(input_ids=batch)
-
-    mtq.quantize(model, load_recipe(read_modelopt_recipe(RECIPE).name).quantize.model_dump(), forward)
-    export_hf_checkpoint(model, export_dir=out)
-    return Checkpoint.open(out), json.loads((out / "hf_quant_config.json").read_text())
-
-
-RECIPE = loader.load("demo").recipe.modelopt["qwen3_5"]
-
-
-def compare_with_oracle(outcome: Outcome, source: Checkpoint, tmp_path: Path) -> None:
-    made = Checkpoint.open(outcome.out)
-    rows = np.load(outcome.out.with_name(outcome.out.name + ".run") / "calibrate" / "rows.npy")
-    oracle, oracle_config = modelopt_export(source.root, rows, tmp_path / "oracle")
-    listed = made.config["quantization_config"]["quantized_layers"]
-    packed = [n for n in oracle if n.rpartition(".")[0] in listed]
-    assert len(packed) == 3 * len(listed)
-    for name in packed:
-        assert (made[name].dtype, made[name].shape) == (oracle[name].dtype, oracle[name].shape), name
-        assert made.read(name) == oracle.read(name), name
-    for name in source:
-        if name.rpartition(".")[0] not in listed:
-            assert (made[name].dtype, made[name].shape) == (source[name].dtype, source[name].shape), name
-            assert made.read(name) == source.read(name), name
-    assert made.keys() == set(packed) | {n for n in source if n.rpartition(".")[0] not in listed}
-    assert oracle_config["quantization"]["quantized_layers"] == listed
-    assert oracle_config["quantization"]["kv_cache_quant_algo"] == "FP8"
-
-
-def test_equals_modelopt_and_source(quantized: Outcome, tiny: Path, tmp_path: Path) -> None:
-    compare_with_oracle(quantized, Checkpoint.open(tiny), tmp_path)
+def test_equals_modelopt_and_source(quantized: Outcome, tiny: Path, calibration: Path, tmp_path: Path) -> None:
+    request = Request(str(tiny), quantized.out, loader.load("demo"), calibration=calibration, device="cpu")
+    compare_with_oracle(request, quantized, tmp_path)
 
 
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
@@ -77,7 +34,7 @@ def test_variants_equal_modelopt_and_source(
 ) -> None:
     root = make_variant(**options)
     request = Request(str(root), tmp_path / "out", loader.load("demo"), calibration=calibration, device="cpu")
-    compare_with_oracle(run(request, Reporter()), Checkpoint.open(root), tmp_path)
+    compare_with_oracle(request, run(request, Reporter()), tmp_path / "oracle")
 
 
 def test_config_is_the_sources_plus_quantization(quantized: Outcome, tiny: Path) -> None:

@@ -1,0 +1,91 @@
+"""Writes a random BF16 checkpoint with a real model's shapes, to measure on.
+
+    python benchmarks/random_checkpoint.py OUT --shape 9b
+
+Its weights are normal with a standard deviation of 0.02; it has the tiny model's tokenizer, so it can be calibrated.
+"""
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+from assemble.architecture import read_architecture
+from assemble.checkpoint import INDEX
+from assemble.formats import TensorSpec
+from assemble.plan import file_order
+from assemble.writer import ShardWriter
+from quantize import demo
+
+SHAPES: dict[str, dict[str, int]] = {
+    "0.3b": {"hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 8, "num_attention_heads": 8,
+             "num_key_value_heads": 2, "linear_num_value_heads": 16, "vocab_size": 65536},
+    "9b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32, "num_attention_heads": 16,
+           "num_key_value_heads": 4, "linear_num_value_heads": 32, "vocab_size": 248320},
+    "27b": {"hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 64, "num_attention_heads": 24,
+            "num_key_value_heads": 4, "linear_num_value_heads": 48, "vocab_size": 248320},
+}  # fmt: skip
+SHARD_BYTES = 5_000_000_000
+
+
+def config(shape: str) -> dict[str, Any]:
+    """The config.json of a shape."""
+    text = SHAPES[shape] | {
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+    }
+    rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+    text |= {"mtp_num_hidden_layers": 1, "rope_parameters": rope | {"mrope_section": [11, 11, 10], "mrope_interleaved": True}}
+    vision = {"out_hidden_size": text["hidden_size"]}
+    made = Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=False).to_dict()
+    made["text_config"] = {key: value for key, value in made["text_config"].items() if value is not None}
+    return made | {"architectures": ["Qwen3_5ForConditionalGeneration"], "dtype": "bfloat16"}
+
+
+def write(out: Path, shape: str, device: str) -> None:
+    """Writes the checkpoint."""
+    out.mkdir(parents=True)
+    settings = config(shape)
+    with torch.device("meta"):
+        model = Qwen3_5ForConditionalGeneration(Qwen3_5Config(**settings))
+    shapes = {name: tuple(t.shape) for name, t in model.state_dict().items()} | read_architecture(settings, ()).mtp_tensors
+    specs = sorted((TensorSpec(name, "BF16", shape) for name, shape in shapes.items()), key=file_order)
+    parts: list[list[TensorSpec]] = [[]]
+    for spec in specs:
+        if sum(t.nbytes for t in parts[-1]) + spec.nbytes > SHARD_BYTES and parts[-1]:
+            parts.append([])
+        parts[-1].append(spec)
+    generator = torch.Generator(device).manual_seed(0)
+    weight_map: dict[str, str] = {}
+    for i, part in enumerate(parts, 1):
+        name = f"model-{i:05d}-of-{len(parts):05d}.safetensors"
+        weight_map |= dict.fromkeys((t.name for t in part), name)
+        with ShardWriter(out / name, part) as writer:
+            for t in part:
+                values = torch.randn(t.shape, generator=generator, device=device, dtype=torch.bfloat16) * 0.02
+                writer.write(t.name, memoryview(values.cpu().reshape(-1).view(torch.uint8).numpy()))
+    index = {"metadata": {"total_size": sum(t.nbytes for t in specs)}, "weight_map": weight_map}
+    (out / INDEX).write_text(json.dumps(index))
+    (out / "config.json").write_text(json.dumps(settings, indent=2))
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        shutil.copyfile(demo.MODEL / file, out / file)
+
+
+def main() -> None:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--shape", choices=SHAPES, default="9b")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    arguments = parser.parse_args()
+    write(arguments.out, arguments.shape, arguments.device)
+
+
+if __name__ == "__main__":
+    main()

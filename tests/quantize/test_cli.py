@@ -1,0 +1,243 @@
+"""What people meet: flags, exit codes, output, and one clear paragraph for every bad input."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from assemble.__main__ import app as assemble_app
+from quantize.__main__ import app
+from quantize.runner import Outcome
+from tests.headers import dense_config, write_headers
+
+FLAGS = Path(__file__).with_name("flags.json")
+Edit = Callable[[Path], None]
+
+
+def call(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def refused(result: Result, *texts: str) -> None:
+    """Exit 2, one paragraph on stderr that holds each text, no traceback."""
+    assert result.exit_code == 2, (result.exit_code, result.stdout, result.stderr, result.exception)
+    message = result.stderr
+    assert message.startswith("error: ")
+    assert len(message.strip().splitlines()) == 1, message
+    for text in texts:
+        assert text in message, message
+
+
+def edit_json(name: str, change: Callable[[dict], object]) -> Edit:
+    def edit(root: Path) -> None:
+        data = json.loads((root / name).read_text())
+        change(data)
+        (root / name).write_text(json.dumps(data))
+
+    return edit
+
+
+def truncate(root: Path) -> None:
+    shard = root / "model-00002-of-00002.safetensors"
+    os.truncate(shard, shard.stat().st_size - 1000)
+
+
+def drop_from_index(data: dict) -> None:
+    data["weight_map"] = {n: f for n, f in data["weight_map"].items() if "00002" not in f}
+
+
+def copy_shard(root: Path) -> None:
+    shutil.copyfile(root / "model-00001-of-00002.safetensors", root / "model-00003-of-00003.safetensors")
+    edit_json("model.safetensors.index.json", lambda d: d["weight_map"].update({"x": "model-00003-of-00003.safetensors"}))(root)
+
+
+def remove(name: str) -> Edit:
+    return lambda root: (root / name).unlink()
+
+
+def text_config(**values: object) -> Edit:
+    return edit_json("config.json", lambda d: d["text_config"].update(values))
+
+
+BAD_SOURCES: list[tuple[str, Edit, tuple[str, ...]]] = [
+    ("no config", remove("config.json"), ("has no config.json",)),
+    ("config not JSON", lambda root: (root / "config.json").write_text("{") and None, ("config.json is not valid JSON",)),
+    ("shard missing", remove("model-00001-of-00002.safetensors"), ("model-00001-of-00002", "named in the index")),
+    ("shard truncated", truncate, ("model-00002-of-00002", "cut off")),
+    ("shard not in the index", edit_json("model.safetensors.index.json", drop_from_index), ("00002", "not in the index")),
+    ("tensor in two shards", copy_shard, ("stored twice",)),
+    ("unknown model_type", edit_json("config.json", lambda d: d.update(model_type="llama")), ("'llama'", "Qwen3.5")),
+    ("other class", edit_json("config.json", lambda d: d.update(architectures=["X"])), ("architectures",)),
+    ("a field missing", edit_json("config.json", lambda d: d["text_config"].pop("head_dim")), ("head_dim",)),
+    ("layer_types too long", text_config(num_hidden_layers=3), ("layer_types has 4 entries",)),
+    ("tied embeddings", edit_json("config.json", lambda d: d.update(tie_word_embeddings=True)), ("tied", "lm_head")),
+    ("other shape", text_config(intermediate_size=1024), ("mlp.gate_proj.weight", "[512, 256]", "[1024, 256]")),
+    ("no tokenizer", remove("tokenizer.json"), ("tokenizer.json",)),
+    (
+        "generation_config out of range",
+        edit_json("generation_config.json", lambda d: d.update(top_p=2)),
+        ("generation_config.json", "top_p", "2"),
+    ),
+    ("already quantized", edit_json("config.json", lambda d: d.update(quantization_config={"a": 1})), ("already quantized",)),
+]
+
+
+@pytest.mark.parametrize(("edit", "texts"), [b[1:] for b in BAD_SOURCES], ids=[b[0] for b in BAD_SOURCES])
+@pytest.mark.parametrize("command", ["plan", "run"])
+def test_bad_source(command: str, edit: Edit, texts: tuple[str, ...], tiny: Path, calibration: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny, tmp_path / "model")
+    edit(tmp_path / "model")
+    refused(call(command, tmp_path / "model", tmp_path / "out", "--calibration", calibration), *texts)
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_quantized_source(quantized: Outcome, calibration: Path, tmp_path: Path) -> None:
+    refused(call("run", quantized.out, tmp_path / "out", "--calibration", calibration), "already quantized")
+
+
+def test_no_head(make_variant: Callable[..., Path], tiny: Path, calibration: Path, tmp_path: Path) -> None:
+    lost = make_variant(head="none")
+    refused(call("plan", lost, "--calibration", calibration), "no MTP head", "--mtp-from")
+    found = call("plan", lost, tmp_path / "out", "--calibration", calibration, "--mtp-from", tiny, "--json")
+    assert found.exit_code == 0
+    assert json.loads(found.stdout)["tensors"]["mtp.fc.weight"]["from"] == "copied from the head's checkpoint"
+
+
+def test_head_of_another_size(make_variant: Callable[..., Path], tiny: Path, calibration: Path, tmp_path: Path) -> None:
+    other = write_headers(tmp_path / "big", dense_config(), tiny)
+    refused(
+        call("plan", make_variant(head="none"), "--calibration", calibration, "--mtp-from", other),
+        "mtp.fc.weight", "[5120, 10240]", "[256, 512]",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "texts"),
+    [
+        (["nowhere", "out"], ("nowhere does not exist",)),
+        (["MODEL", "MODEL"], ("lies inside MODEL",)),
+        (["MODEL", "MODEL/out"], ("lies inside MODEL",)),
+        (["MODEL", "EXISTS"], ("already exists",)),
+        (["MODEL", "out", "--device", "cuda"], ("no NVIDIA GPU",)),
+        (["MODEL", "out", "--recipe", "w4a16_nvfp4_mse-fp8_attn-kv_fp8_cast"], ("CUDA only",)),
+        (["MODEL", "out", "--recipe", "demoo"], ("no recipe named 'demoo'", "did you mean demo?")),
+        (["MODEL", "out", "--recipe", "BROKEN.yaml"], ("not valid YAML",)),
+        (["MODEL", "out", "--recipe", "nowhere.yaml"], ("does not exist",)),
+        (["MODEL", "out", "--revision", "main"], ("--revision is for a Hub id",)),
+        (["MODEL", "out", "--mtp-from", "nowhere"], ("nowhere does not exist",)),
+        (["MODEL", "out", "--calibration", "nowhere.jsonl"], ("nowhere.jsonl",)),
+        (["MODEL", "out", "--calibration", "COLUMN.jsonl"], ("no column 'article'", "it has: body")),
+        (["MODEL", "out", "--calibration", "FEW.jsonl"], ("fewer calibration tokens than asked", "num_samples")),
+    ],
+    ids=lambda value: " ".join(value[2:] or value) if isinstance(value, list) else "",
+)
+def test_bad_argument(
+    arguments: list[str], texts: tuple[str, ...], tiny: Path, calibration: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    shutil.copytree(tiny, "MODEL")
+    Path("EXISTS").mkdir()
+    Path("BROKEN.yaml").write_text("calibration: [")
+    Path("COLUMN.jsonl").write_text('{"body": "text"}\n')
+    Path("FEW.jsonl").write_text('{"text": "only a little"}\n')
+    if "--calibration" not in arguments:
+        arguments = [*arguments, "--calibration", str(calibration)]
+    result = call("run", *arguments)
+    if "fewer" in texts[0]:  # known once the text is tokenized: notes come before it
+        assert result.exit_code == 2
+        assert all(t in result.stderr.splitlines()[-1] for t in texts)
+    else:
+        refused(result, *texts)
+    assert not Path("out").exists()
+
+
+def test_not_enough_disk(tiny: Path, calibration: Path, tmp_path: Path) -> None:
+    free = shutil.disk_usage(tmp_path).free
+    layers = 64 * (2 + free // 20_000_000_000)
+    huge = write_headers(tmp_path / "huge", dense_config(num_hidden_layers=layers), tiny, shards=400)
+    planned = call("plan", huge, tmp_path / "out", "--calibration", calibration)
+    assert planned.exit_code == 2
+    assert "error: not enough disk" in planned.stderr
+    assert "NVFP4" in planned.stdout  # the plan is shown all the same: it may be for another machine
+    result = call("run", huge, tmp_path / "out", "--calibration", calibration)
+    assert (result.exit_code, list(tmp_path.glob("out*"))) == (2, [])
+    assert result.stderr.splitlines()[-1].startswith("error: not enough disk")
+
+
+def test_stale_run(tiny: Path, calibration: Path, quantized: Outcome, tmp_path: Path) -> None:
+    shutil.copytree(quantized.out, tmp_path / "out")
+    shutil.copytree(quantized.out.with_name("out.run"), tmp_path / "out.run")
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(quantized_recipe().replace("num_samples: 16", "num_samples: 8"))
+    result = call("run", tiny, tmp_path / "out", "--recipe", recipe, "--calibration", calibration)
+    assert result.exit_code == 2
+    assert "calibration.num_samples: 16 -> 8" in result.stderr
+
+
+def quantized_recipe() -> str:
+    from recipes.loader import SHIPPED
+
+    return (SHIPPED / "demo.yaml").read_text()
+
+
+def test_plan_27b(tiny: Path, calibration: Path, tmp_path: Path) -> None:
+    root = write_headers(tmp_path / "27b", dense_config(), tiny)
+    result = call("plan", root, tmp_path / "out", "--calibration", calibration, "--json", "--device", "cpu")
+    plan = json.loads(result.stdout)
+    assert plan["counts"] == {"FP8": 208, "W4A16_NVFP4": 193}
+    assert len(plan["quantized_layers"]) == 401
+    assert sum(s["bytes"] for s in plan["shards"]) == plan["total_size"]
+    short_of_memory = plan["needs"]["memory_available"] < 54_000_000_000
+    assert result.exit_code == (2 if short_of_memory else 0)
+    assert any("BF16 weights take" in p for p in plan["problems"]) == short_of_memory
+
+
+def test_help_and_plan_are_quick_and_import_no_torch(tiny: Path, calibration: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys; from typer.testing import CliRunner; from quantize.__main__ import app;"
+        "r = CliRunner().invoke(app, sys.argv[1:]);"
+        "print(r.exit_code, [m for m in ('torch', 'transformers', 'modelopt', 'datasets') if m in sys.modules])"
+    )
+    for arguments in (["--help"], ["plan", str(tiny), str(tmp_path / "out"), "--calibration", str(calibration)]):
+        started = time.monotonic()
+        done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == "0 []"
+        assert time.monotonic() - started < 20  # about 0.5 s on an idle machine; the bound is for a crowded one
+
+
+def test_run_json_and_status(tiny: Path, calibration: Path, quantized: Outcome) -> None:
+    out = quantized.out
+    result = call("run", tiny, out, "--recipe", "demo", "--calibration", calibration, "--device", "cpu", "--json")
+    summary = json.loads(result.stdout)
+    assert summary["already_complete"]
+    assert summary["counts"] == {"FP8": 13, "W4A16_NVFP4": 13}
+    status = json.loads(call("status", out, "--json").stdout)
+    assert status["complete"]
+    assert [s["state"] for s in status["stages"]] == ["done"] * 7
+    refused(call("status", out.with_name("nothing")), "no run is recorded")
+
+
+def test_debug_shows_the_traceback(tmp_path: Path) -> None:
+    result = call("run", tmp_path / "nowhere", tmp_path / "out", "--debug")
+    assert isinstance(result.exception, ValueError)
+
+
+def test_flags_are_frozen() -> None:
+    """A changed command line breaks people's scripts: change flags.json knowingly."""
+    flags = {}
+    for name, command in (("quantize", app), ("assemble", assemble_app)):
+        group = typer.main.get_command(command)
+        for sub, parameters in sorted((n, c.params) for n, c in group.commands.items()):  # type: ignore[attr-defined]
+            flags[f"{name} {sub}"] = sorted(
+                o for p in parameters for o in (p.opts if p.param_type_name == "option" else [p.name])
+            )
+    assert flags == json.loads(FLAGS.read_text())

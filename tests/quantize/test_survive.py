@@ -1,0 +1,117 @@
+"""Nothing is lost: killed anywhere, interrupted, or out of disk, the next run finishes with the same bytes."""
+
+import fcntl
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quantize.console import Reporter
+from quantize.runner import BusyError, Outcome, StaleRunError, run
+from quantize.stage import Request
+from recipes import loader
+from recipes.loader import LoadedRecipe
+
+# How, before which of the matching actions, and where: in the order in which a run meets them, each going on from the last.
+STOPS = [
+    ("kill", 1, r"replace .*/fetch/stage\.json"),
+    ("kill", 1, r"replace .*/plan/plan\.json"),
+    ("kill", 1, r"replace .*/calibrate/stage\.json"),
+    ("kill", 40, r"pwrite .*/quantize/model-00001.*\.tmp"),
+    ("full", 20, r"pwrite .*/quantize/model-00001.*\.tmp"),
+    ("interrupt", 20, r"pwrite .*/quantize/model-00001.*\.tmp"),
+    ("kill", 1, r"replace .*/quantize/stage\.json"),
+    ("kill", 9, r"pwrite .*/assemble/model-00002.*\.tmp"),
+    ("full", 9, r"pwrite .*/assemble/model-00002.*\.tmp"),
+    ("kill", 1, r"replace .*/assemble/model-00002.*\.safetensors"),
+    ("kill", 1, r"replace .*/assemble/model\.safetensors\.index\.json"),
+    ("kill", 1, r"replace .*/verify/stage\.json"),
+    ("kill", 1, r"replace .*/card/stage\.json"),
+    ("kill", 3, r"link .*/collected/"),
+    ("kill", 1, r"rename .*/out$"),
+    ("kill", 1, r"unlink .*/assemble/model-00002"),
+]
+ENDS = {"kill": (-9, ""), "full": (1, "the disk is full"), "interrupt": (130, "interrupted")}
+
+
+def start(how: str, count: int, pattern: str, model: Path, out: Path, calibration: Path) -> subprocess.CompletedProcess[str]:
+    arguments = ["run", str(model), str(out), "--recipe", "demo", "--calibration", str(calibration), "--device", "cpu"]
+    command = [sys.executable, "-m", "tests.quantize.interrupting", how, str(count), pattern, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
+
+
+def assert_same_checkpoint(out: Path, expected: Path) -> None:
+    names = {p.name for p in expected.iterdir()}
+    assert {p.name for p in out.iterdir()} == names
+    for name in names - {"provenance.json", "README.md"}:  # they hold times and the checkpoint's name
+        assert (out / name).read_bytes() == (expected / name).read_bytes(), name
+
+
+def test_stopped_everywhere(tiny: Path, calibration: Path, quantized: Outcome, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for how, count, pattern in STOPS:
+        done = start(how, count, pattern, tiny, out, calibration)
+        code, text = ENDS[how]
+        assert (done.returncode, text in done.stderr, "Traceback" in done.stderr) == (code, True, False), (pattern, done.stderr)
+        assert out.exists() == pattern.startswith("unlink"), pattern
+        if how != "kill":
+            assert not list(tmp_path.glob("out.run/**/*.tmp"))
+    done = start("kill", 1, "never", tiny, out, calibration)
+    assert done.returncode == 0, done.stderr
+    assert_same_checkpoint(out, quantized.out)
+    assert not list(tmp_path.glob("out.run/**/*.safetensors"))
+    assert not list(tmp_path.glob("out.run/**/*.tmp"))
+
+
+@pytest.fixture
+def finished(quantized: Outcome, tmp_path: Path) -> Path:
+    """A copy of the finished run that a test may change; its OUT."""
+    shutil.copytree(quantized.out, tmp_path / "out")
+    shutil.copytree(quantized.out.with_name("out.run"), tmp_path / "out.run")
+    return tmp_path / "out"
+
+
+def changed(recipe: LoadedRecipe, **calibration: object) -> LoadedRecipe:
+    new = recipe.recipe.calibration.model_copy(update=calibration)
+    return LoadedRecipe(recipe.name, recipe.text, recipe.recipe.model_copy(update={"calibration": new}))
+
+
+def test_another_recipe_is_refused_with_the_field(tiny: Path, calibration: Path, finished: Path) -> None:
+    recipe = changed(loader.load("demo"), num_samples=8)
+    with pytest.raises(StaleRunError) as refused:
+        run(Request(str(tiny), finished, recipe, calibration=calibration, device="cpu"), Reporter())
+    assert "calibration.num_samples: 16 -> 8" in str(refused.value)
+    assert str(finished) in str(refused.value)
+
+
+def test_another_source_is_refused_with_the_file(tiny: Path, calibration: Path, finished: Path, tmp_path: Path) -> None:
+    other = tmp_path / "model"
+    shutil.copytree(tiny, other)
+    chat = other / "chat_template.jinja"
+    chat.write_text(chat.read_text() + "{# changed #}")
+    with pytest.raises(StaleRunError, match=r"inputs\.fetch\.model/chat_template\.jinja"):
+        run(Request(str(other), finished, loader.load("demo"), calibration=calibration, device="cpu"), Reporter())
+
+
+def test_a_moved_source_is_the_same_source(tiny: Path, calibration: Path, finished: Path, tmp_path: Path) -> None:
+    other = tmp_path / "moved"
+    shutil.copytree(tiny, other)
+    assert run(
+        Request(str(other), finished, loader.load("demo"), calibration=calibration, device="cpu"), Reporter()
+    ).already_complete
+
+
+def test_a_damaged_stage_is_made_again(tiny: Path, calibration: Path, quantized: Outcome, finished: Path) -> None:
+    shutil.rmtree(finished)  # the weights are gone from the run's folder too: quantize and assemble run again
+    outcome = run(Request(str(tiny), finished, loader.load("demo"), calibration=calibration, device="cpu"), Reporter())
+    assert not outcome.already_complete
+    assert_same_checkpoint(finished, quantized.out)
+
+
+def test_two_runs_on_one_out(tiny: Path, calibration: Path, finished: Path) -> None:
+    with (finished.with_name("out.run") / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(BusyError, match="another run is working"):
+            run(Request(str(tiny), finished, loader.load("demo"), calibration=calibration, device="cpu"), Reporter())

@@ -6,6 +6,7 @@ No row is padded, so no padding token is ever measured.
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -165,8 +166,8 @@ def _saved_dataset(path: Path) -> Any:
     return data
 
 
-def documents_from_hub(settings: Calibration) -> Sequence[Any]:
-    """The documents of the recipe's dataset, through `datasets`.
+def documents_from_hub(settings: Calibration) -> tuple[Sequence[Any], str | None]:
+    """The documents of the recipe's dataset, through `datasets`, and the commit that they are of (None: not known).
 
     Raises:
         CalibrationError: gated, absent, offline, or without the column; with the ways out.
@@ -184,7 +185,10 @@ def documents_from_hub(settings: Calibration) -> Sequence[Any]:
             f"calibration dataset {settings.dataset} has no column {settings.column!r}; it has: "
             f"{', '.join(data.column_names)}. Correct `column` in the recipe, or use --calibration PATH."
         )
-    return data[settings.column]  # type: ignore[no-any-return]
+    # datasets 5.2 keeps a Hub dataset in …/CONFIG/VERSION/COMMIT/NAME.arrow (load.py: the builder's hash is the commit).
+    folders = {Path(file["filename"]).parent.name for file in data.cache_files}
+    commits = [name for name in folders if re.fullmatch(r"[0-9a-f]{40}", name)]
+    return data[settings.column], commits[0] if len(commits) == 1 else None
 
 
 def pack_rows(

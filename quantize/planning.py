@@ -188,15 +188,15 @@ def versions_note() -> list[str]:
     return notes
 
 
-def plan_notes(plan: AssemblyPlan, changes: list[str]) -> list[str]:
+def plan_notes(plan: AssemblyPlan, changes: list[str], mtp_from: str | None) -> list[str]:
     """What the user should know before the run."""
     notes = check_side_files(plan.source.root, plan.architecture) + [f"config.json will be completed: {c}" for c in changes]
     if not plan.architecture.wrapped:
         notes.append(
             "text-only class Qwen3_5ForCausalLM: vLLM 0.32 and 0.33 know it, 0.22 to 0.26 do not (0.27 to 0.31: not checked)"
         )
-    if plan.head is not plan.source:
-        notes.append(f"the MTP head comes from {plan.head.root}")
+    if mtp_from:
+        notes.append(f"the MTP head comes from {mtp_from}")
     return notes
 
 

@@ -80,8 +80,8 @@ def check_coverage(model: Any, architecture: Architecture, schemes: Mapping[str,
         )
 
 
-def export_modules(model: Any, architecture: Architecture, modules: set[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Packs each module and yields its checkpoint name and tensors (`weight` and its scales, on the model's device).
+def export_modules(model: Any, architecture: Architecture, modules: set[str]) -> Iterator[dict[str, Any]]:
+    """Packs each module and yields its tensors by checkpoint name: `weight` and its scales, on the model's device.
 
     Fused groups are unified first, as ModelOpt's exporter does: gate and up then share one `weight_scale_2`.
     A module's weight is released once the consumer asks for the next.
@@ -97,7 +97,7 @@ def export_modules(model: Any, architecture: Architecture, modules: set[str]) ->
                 continue
             _export_quantized_weight(module, torch.bfloat16)
             leaves = ("weight", *COMPANIONS)
-            yield stored, {f"{stored}.{leaf}": getattr(module, leaf) for leaf in leaves if hasattr(module, leaf)}
+            yield {f"{stored}.{leaf}": getattr(module, leaf) for leaf in leaves if hasattr(module, leaf)}
             module.weight = None
 
 

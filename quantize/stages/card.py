@@ -14,10 +14,10 @@ PROVENANCE = "provenance.json"
 def run(context: Context) -> Result:
     """Writes README.md and provenance.json."""
     records = context.records
-    model = records["fetch"].facts["model"]
+    model, head = records["fetch"].facts["model"], records["fetch"].facts["head"]
     facts: dict[str, Any] = {
         "model": model,
-        "head": records["fetch"].facts["head"],
+        "head": head,
         "name": context.request.out.name,
         "recipe_name": context.request.recipe.name,
         "recipe": context.recipe.model_dump(mode="json"),
@@ -32,6 +32,7 @@ def run(context: Context) -> Result:
     (context.directory / CARD).write_text(render_card(facts), encoding="utf-8")
     provenance = {
         "model": {"name": model["name"], "revision": model["revision"]},
+        "head": {"name": head["name"], "revision": head["revision"]} if head else None,
         "recipe": {"name": context.request.recipe.name, **context.recipe.model_dump(mode="json")},
         "inputs": dict(records["fetch"].outputs),
         "stages": {

@@ -64,7 +64,7 @@ def examine(plan: AssemblyPlan, request: Request, *, reach: bool) -> tuple[list[
         InputError: an input that would fail later, on any machine.
     """
     _, changes = complete_config(plan.source.config, plan.architecture)
-    notes = versions_note() + plan_notes(plan, changes)
+    notes = versions_note() + plan_notes(plan, changes, request.mtp_from)
     settings = request.recipe.recipe.calibration
     if request.calibration:
         calibration.check_path(request.calibration, settings)

@@ -253,16 +253,17 @@ def hub(repository: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> It
 def test_a_hub_dataset_and_then_its_cache(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
     assert check_reachable(settings()) is None
     assert not hub.files_sent()
-    assert list(documents_from_hub(settings())) == TEXTS
+    assert list(documents_from_hub(settings())[0]) == TEXTS
     assert "3.0.0/train-00000-of-00001.parquet" in hub.files_sent()
-    assert list(documents_from_hub(settings(split="test"))) == ["other"]
+    assert documents_from_hub(settings())[1] == hub.repos["dataset", DATASET].refs["main"]
+    assert list(documents_from_hub(settings(split="test"))[0]) == ["other"]
     hub.go_offline(monkeypatch)
     asked = len(hub.requests)
     note = check_reachable(settings())
     assert note is not None
     assert f"the Hub cannot be asked for {DATASET}" in note
     assert "--calibration PATH" in note
-    assert list(documents_from_hub(settings())) == TEXTS
+    assert list(documents_from_hub(settings())[0]) == TEXTS
     assert len(hub.requests) == asked
 
 
@@ -286,7 +287,7 @@ def test_a_gated_dataset(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> N
     hub.tokens.add("hf_good")
     monkeypatch.setenv("HF_TOKEN", "hf_good")
     assert check_reachable(settings()) is None
-    assert list(documents_from_hub(settings())) == TEXTS
+    assert list(documents_from_hub(settings())[0]) == TEXTS
 
 
 def test_a_token_that_the_hub_refuses(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:

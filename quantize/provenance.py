@@ -8,6 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from quantize.machine import find_gpu
+
 PACKAGES = ("nvfp4-mtp", "nvidia-modelopt", "torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "datasets")
 
 
@@ -20,12 +22,14 @@ def package_version(name: str) -> str | None:
 
 
 def provenance() -> dict[str, Any]:
-    """Time, command line, versions, host and, for a checkout of this project, its commit."""
+    """Time, command line, versions, host, GPU and, for a checkout of this project, its commit."""
+    gpu = find_gpu()
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "argv": sys.argv[1:],
         "python": platform.python_version(),
         "platform": platform.platform(),
+        "gpu": gpu.name if gpu else None,
         "git_commit": git_commit(),
         "packages": {name: package_version(name) for name in PACKAGES},
     }

@@ -1,16 +1,19 @@
 # make run     environment, install, and the whole job on the bundled tiny model (offline, no GPU)
 # make test    environment, install, and the test suite (offline, no GPU)
 # make check   environment, install, and the linters: ruff, mypy, import-linter
+# make vllm-env   a second environment, with vLLM's CPU build (2.5 GB): python -m assemble verify ... --with-vllm .venv-vllm/bin/python
+# make test-vllm  the law book against vLLM's own loader, in that environment; writes docs/faults.md
 
 PYTHON ?= python3
 VENV   ?= .venv
 OUT    ?= out
 BIN    := $(VENV)/bin
+VLLM_VENV ?= .venv-vllm
 # Without an NVIDIA GPU, PyTorch's CPU build (0.2 GB) is taken in place of the default CUDA build (3 GB and more).
 TORCH            := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 TORCH_CPU_INDEX  ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: run test check install clean
+.PHONY: run test check install vllm-env test-vllm clean
 
 run: install
 	$(BIN)/python -m quantize demo $(OUT)
@@ -34,5 +37,14 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(BIN)/pip install -q -c constraints.txt -e '.[quantize,dev]'
 	@touch $@
 
+vllm-env: $(VLLM_VENV)/installed
+
+$(VLLM_VENV)/installed: tests/vllm/requirements.txt tests/vllm/make_env.sh
+	tests/vllm/make_env.sh $(PYTHON) $(VLLM_VENV) $(TORCH_CPU_INDEX)
+	@touch $@
+
+test-vllm: install
+	VLLM_PYTHON=$(VLLM_VENV)/bin/python $(BIN)/python -m pytest tests/vllm -m vllm
+
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) build *.egg-info

@@ -16,6 +16,7 @@ vLLM 0.33 models/qwen3_5_mtp.py.
 
 import dataclasses
 import functools
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -38,11 +39,20 @@ FUSED = {
     "in_proj_ba": ("in_proj_b", "in_proj_a"),
 }
 
+# What no model of the family comes near; a config.json beyond it is refused before its tensors are listed.
+LIMITS = {"num_hidden_layers": 1000, "num_experts": 8192, "mtp_num_hidden_layers": 16}
+TENSOR_LIMIT = 1_000_000
+EXPERT = re.compile(r"\.mlp\.experts\.\d")
+
 Shape = tuple[int, ...]
 
 
 class ConfigError(InputError):
-    """A config.json that does not describe a model of this family."""
+    """A config.json that does not describe a model of this family. `rule` is the law that it breaks."""
+
+    def __init__(self, text: str, rule: str = "CFG-1") -> None:
+        super().__init__(text)
+        self.rule = rule
 
 
 @dataclass(frozen=True)
@@ -86,7 +96,7 @@ class Architecture:
     def num_mtp_layers(self) -> int:
         """Decoder layers of the MTP head; 0 when the config declares none."""
         value = self.text.get("mtp_num_hidden_layers", 0)
-        return value if type(value) is int else 0
+        return value if type(value) is int and value <= LIMITS["mtp_num_hidden_layers"] else 0
 
     @property
     def layer_types(self) -> list[str]:
@@ -97,14 +107,16 @@ class Architecture:
         """
         types = self.text.get("layer_types")
         if types is None:
-            interval = self.text.get("full_attention_interval", 4)
+            interval = self._int("full_attention_interval") if "full_attention_interval" in self.text else 4
             types = ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(self.num_layers)]
         if not isinstance(types, list) or len(types) != self.num_layers:
             found = len(types) if isinstance(types, list) else type(types).__name__
-            raise ConfigError(f"config.json: layer_types has {found} entries, num_hidden_layers is {self.num_layers}")
-        unknown = set(types) - {"linear_attention", "full_attention"}
+            text = f"config.json: layer_types has {found} entries, num_hidden_layers is {self.num_layers}"
+            raise ConfigError(text, "CFG-11")
+        unknown = [kind for kind in types if kind not in ("linear_attention", "full_attention")]
         if unknown:
-            raise ConfigError(f"config.json: layer_types holds {sorted(map(str, unknown))}, which this family does not have")
+            text = f"config.json: layer_types holds {str(unknown[0])[:80]!r}, which this family does not have"
+            raise ConfigError(text, "CFG-11")
         return types
 
     @functools.cached_property
@@ -131,11 +143,13 @@ class Architecture:
         Routed experts are counted one by one, `mlp.experts.3.gate_proj`, whichever layout they are stored in.
         """
         split = self if self.split_experts or not self.moe else dataclasses.replace(self, split_experts=True)
-        return {
-            name.removesuffix(".weight"): shape
-            for name, shape in split.body_tensors.items()
-            if len(shape) == 2 and name.endswith(".weight") and not name.endswith(".embed_tokens.weight")
-        }
+        return _matrices(split.body_tensors)
+
+    @functools.cached_property
+    def mtp_linear_modules(self) -> dict[str, Shape]:
+        """The same for the MTP head, `mtp.fc` included."""
+        split = self if self.split_head_experts or not self.moe else dataclasses.replace(self, split_head_experts=True)
+        return _matrices(split.mtp_tensors)
 
     @functools.cached_property
     def mtp_tensors(self) -> dict[str, Shape]:
@@ -157,8 +171,9 @@ class Architecture:
 
     def _int(self, key: str) -> int:
         value = self.text.get(key)
-        if type(value) is not int or value <= 0:
-            raise ConfigError(f"config.json: {key} must be a positive integer, found {value!r}")
+        if type(value) is not int or not 0 < value <= LIMITS.get(key, 2**31):
+            found = "nothing" if value is None else str(value)[:80]
+            raise ConfigError(f"config.json: {key} must be a positive integer of a real model's size, found {found}", "CFG-11")
         return value
 
     def _norms(self) -> dict[str, Shape]:
@@ -212,6 +227,14 @@ class Architecture:
         }
 
 
+def _matrices(tensors: Mapping[str, Shape]) -> dict[str, Shape]:
+    return {
+        name.removesuffix(".weight"): shape
+        for name, shape in tensors.items()
+        if len(shape) == 2 and name.endswith(".weight") and not name.endswith(".embed_tokens.weight")
+    }
+
+
 def _gated(module: str, hidden: int, inner: int) -> dict[str, Shape]:
     return {
         f"{module}.gate_proj.weight": (inner, hidden),
@@ -230,7 +253,7 @@ def read_architecture(config: Mapping[str, Any], names: Iterable[str]) -> Archit
     Raises:
         ConfigError: not this family, or a field absent or malformed.
     """
-    wrapped = isinstance(config.get("text_config"), dict)
+    wrapped = isinstance(config.get("text_config"), Mapping)
     text: Mapping[str, Any] = config["text_config"] if wrapped else config
     model_type = str(config.get("model_type", "")).removesuffix("_text")
     if model_type not in (DENSE, MOE):
@@ -241,12 +264,15 @@ def read_architecture(config: Mapping[str, Any], names: Iterable[str]) -> Archit
     expected = (WRAPPED_CLASS if wrapped else TEXT_CLASS)[model_type]
     if config.get("architectures") != [expected]:
         raise ConfigError(f"config.json: architectures is {config.get('architectures')!r}, expected [{expected!r}]")
-    names = frozenset(names)
+    names = list(names)
     inner = "model.language_model."
     prefix = inner if wrapped or any(name.startswith(inner) for name in names) else "model."
     tied = bool(config.get("tie_word_embeddings", False) or text.get("tie_word_embeddings", False))
-    split, split_head = (f"{start}layers.0.mlp.experts.0.gate_proj.weight" in names for start in (prefix, MTP_PREFIX))
-    architecture = Architecture(model_type, wrapped, prefix, text, tied, split, split_head)
+    moe = model_type == MOE
+    split, split_head = (moe and any(n.startswith(p) and EXPERT.search(n) for n in names) for p in (prefix, MTP_PREFIX))
+    architecture = Architecture(model_type, wrapped, prefix, text, tied, bool(split), bool(split_head))
+    if architecture.num_layers * (14 + 3 * architecture.num_experts) > TENSOR_LIMIT:
+        raise ConfigError(f"config.json: {architecture.num_layers} layers of {architecture.num_experts} experts", "CFG-11")
     _ = architecture.body_tensors, architecture.mtp_tensors  # a field that is absent or malformed raises here
     return architecture
 

@@ -19,6 +19,8 @@ from assemble.jsonfile import JSONFileError, parse_object, read_object
 
 INDEX = "model.safetensors.index.json"
 HEADER_LIMIT = 100_000_000  # bytes; the limit of the safetensors library itself (safetensors 0.8, MAX_HEADER_SIZE)
+JSON_LIMIT = 100_000_000  # bytes of a JSON file beside the weights; a real index of 93,627 tensors has 9 MB
+RANK_LIMIT = 16  # dimensions of a tensor; a hostile header could give a million and have us multiply them
 DTYPE_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
     "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8,
@@ -92,7 +94,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
             raise CheckpointError(f"{root} is a file. Give the directory that holds config.json and the shards.")
         if not (root / "config.json").is_file():
             raise CheckpointError(f"{root} has no config.json, so it is not a checkpoint's directory.")
-        config = read_object(root / "config.json")
+        config = read_json(root, "config.json") or {}
         layout = read_layout(root)
         if layout.problems:
             first, *others = layout.problems
@@ -121,17 +123,54 @@ class Checkpoint(Mapping[str, TensorInfo]):
             return file.read(tensor.nbytes)
 
 
+def stays_inside(path: Path) -> bool:
+    """Whether opening `path` reads a file of its own folder, or a blob of a Hugging Face cache.
+
+    A downloaded snapshot is a folder of symbolic links, `snapshots/REVISION/NAME -> ../../blobs/HASH` under
+    `models--ORG--NAME/`, and older clients linked a `local_dir` there as well (huggingface_hub 1.33 file_download.py
+    `_create_symlink`). Any other link that leads out of the folder could have come with an archive: it is not followed.
+    """
+    if not path.is_symlink():
+        return True
+    target = path.resolve()
+    blob = target.parent.name == "blobs" and target.parent.parent.name.startswith(("models--", "datasets--"))
+    return blob or target.is_relative_to(path.parent.resolve())
+
+
+def read_json(root: Path, name: str) -> dict[str, Any] | None:
+    """The JSON object in `root / name`, or None where there is no such file.
+
+    Raises:
+        JSONFileError: not a JSON object, larger than `JSON_LIMIT`, or a symbolic link out of the folder.
+    """
+    path = root / name
+    if not path.is_file():
+        return None
+    if not stays_inside(path):
+        raise JSONFileError(f"{name} is a symbolic link that leads out of the folder: not followed")
+    if path.stat().st_size > JSON_LIMIT:
+        raise JSONFileError(f"{name} has {path.stat().st_size} bytes; a checkpoint's JSON files have {JSON_LIMIT} at most")
+    return read_object(path)
+
+
 def read_layout(root: Path) -> Layout:
-    """Reads index and headers of every shard in `root`, collecting problems instead of stopping at the first."""
+    """Reads index and headers of every shard in `root`, collecting problems instead of stopping at the first.
+
+    Follows vLLM's choice of files: those that the index names, or all `*.safetensors` of the folder when there is no index
+    (vLLM 0.33 model_loader/weight_utils.py:590 `filter_duplicate_safetensors_files`).
+    """
     problems: list[Problem] = []
-    on_disk = sorted(p.name for p in root.glob("*.safetensors") if p.is_file())
+    files = sorted(p.name for p in root.glob("*.safetensors") if p.is_file())
+    on_disk = [name for name in files if stays_inside(root / name)]
+    linked_out = sorted(set(files) - set(on_disk))
+    problems += [Problem("IDX-1", name, "a symbolic link that leads out of the folder: not followed") for name in linked_out]
     index = _read_index(root, problems)
     named = _files_of(index, problems) if index is not None else set(on_disk)
     if index is None and len(on_disk) > 1:
         problems.append(Problem("IDX-1", INDEX, f"absent, though there are {len(on_disk)} safetensors files"))
     if not on_disk and not named:
         problems.append(Problem("IDX-1", "*.safetensors", "no weights here"))
-    absent, unread = sorted(named - set(on_disk)), sorted(set(on_disk) - named)
+    absent, unread = sorted(named - set(files)), sorted(set(on_disk) - named)
     problems += [Problem("IDX-1", name, "named in the index, but the file is not there") for name in absent]
     problems += [Problem("IDX-1", name, "on disk, but not in the index: it would not be read") for name in unread]
     shards = []
@@ -140,6 +179,8 @@ def read_layout(root: Path) -> Layout:
             shards.append(read_shard(root / name))
         except (CheckpointError, JSONFileError) as error:
             problems.append(Problem("IDX-4", name, str(error)))
+        except OSError as error:
+            problems.append(Problem("IDX-4", name, f"cannot be read: {error.strerror}"))
     problems += _compare(index, shards)
     return Layout(root, tuple(shards), index, tuple(problems))
 
@@ -178,18 +219,18 @@ def _entry(name: str, value: Any, shard: str, base: int) -> TensorInfo:
     except (TypeError, KeyError, ValueError) as error:
         raise CheckpointError(f"tensor {name}: header entry without dtype, shape and two data_offsets") from error
     numbers = [*shape, begin, end]
-    if dtype not in DTYPE_BYTES or not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
-        raise CheckpointError(f"tensor {name}: dtype {dtype!r}, shape {shape} or offsets [{begin}, {end}] not understood")
+    understood = isinstance(dtype, str) and dtype in DTYPE_BYTES and len(shape) <= RANK_LIMIT
+    if not understood or not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
+        text = repr((dtype, shape[:RANK_LIMIT], begin, end))[:200]
+        raise CheckpointError(f"tensor {name}: dtype, shape or offsets not understood: {text}")
     if end - begin != math.prod(shape) * DTYPE_BYTES[dtype]:
         raise CheckpointError(f"tensor {name}: {dtype} {list(shape)} does not fill its {end - begin} bytes")
     return TensorInfo(name, dtype, shape, shard, base + begin, end - begin)
 
 
 def _read_index(root: Path, problems: list[Problem]) -> dict[str, Any] | None:
-    if not (root / INDEX).is_file():
-        return None
     try:
-        return read_object(root / INDEX)
+        return read_json(root, INDEX)
     except JSONFileError as error:
         problems.append(Problem("IDX-2", INDEX, str(error)))
         return {}

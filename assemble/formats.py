@@ -31,6 +31,7 @@ from assemble.errors import InputError
 
 FP8 = "FP8"
 W4A16_NVFP4 = "W4A16_NVFP4"
+NVFP4 = "NVFP4"  # W4A4: not this project's recipe, but published checkpoints of the family have it
 SCHEMES = (FP8, W4A16_NVFP4)
 BLOCK = 16
 COMPANIONS = ("weight_scale", "weight_scale_2", "input_scale")
@@ -60,7 +61,7 @@ def quantized_tensors(module: str, scheme: str, shape: tuple[int, ...]) -> tuple
 
     Args:
         module: Module name; the tensors are `module.weight` and its scales.
-        scheme: `FP8` or `W4A16_NVFP4`.
+        scheme: `FP8`, `W4A16_NVFP4`, or `NVFP4`, which has an `input_scale` more.
         shape: The BF16 weight's shape, [N, K].
 
     Raises:
@@ -77,11 +78,12 @@ def quantized_tensors(module: str, scheme: str, shape: tuple[int, ...]) -> tuple
         )
     if columns % BLOCK:
         raise ShapeError(f"{module}.weight has {columns} columns; NVFP4 needs a multiple of {BLOCK}")
-    return (
+    packed = (
         TensorSpec(f"{module}.weight", "U8", (rows, columns // 2)),
         TensorSpec(f"{module}.weight_scale", "F8_E4M3", (rows, columns // BLOCK)),
         TensorSpec(f"{module}.weight_scale_2", "F32", ()),
     )
+    return packed if scheme == W4A16_NVFP4 else (*packed, TensorSpec(f"{module}.input_scale", "F32", ()))
 
 
 def layer_entry(scheme: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from assemble.errors import InputError
 from assemble.formats import TensorSpec, quantized_tensors
 from assemble.splice import find_head
 
+SHARD_NAME = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
 SCALE_SUFFIXES = (".weight_scale", ".weight_scale_2", ".weight_scale_inv", ".input_scale", ".weight_packed", ".qweight")
 
 
@@ -84,7 +85,7 @@ def natural(name: str) -> list[tuple[int, int | str]]:
     return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name)]
 
 
-def _module_order(module: str) -> tuple[bool, list[tuple[int, int | str]]]:
+def module_order(module: str) -> tuple[bool, list[tuple[int, int | str]]]:
     """The order in which a model holds its modules: decoder layers, then lm_head."""
     return (module == LM_HEAD, natural(module))
 
@@ -109,7 +110,7 @@ def plan_assembly(
     _check_body(source, architecture, schemes)
     copies = {n: t for n, t in source.items() if not n.startswith(MTP_PREFIX)}
     quantized: list[list[TensorSpec]] = []
-    for module in sorted(schemes, key=_module_order):
+    for module in sorted(schemes, key=module_order):
         weight = copies.pop(f"{module}.weight")
         quantized.append(list(quantized_tensors(module, schemes[module], weight.shape)))
     copies |= find_head(head, architecture)
@@ -119,10 +120,10 @@ def plan_assembly(
         source,
         head,
         architecture,
-        {m: schemes[m] for m in sorted(schemes, key=_module_order)},
+        {m: schemes[m] for m in sorted(schemes, key=module_order)},
         tuple(sorted(left, key=natural)),
         copies,
-        _number(_pack(quantized, max_shard_bytes), _pack(plain, max_shard_bytes)),
+        _number(pack(quantized, max_shard_bytes), pack(plain, max_shard_bytes)),
     )
 
 
@@ -155,7 +156,7 @@ def _check_body(source: Checkpoint, architecture: Architecture, schemes: Mapping
             raise PlanError(f"{root}: {module}.weight is {dtype}; only a BF16 checkpoint can be quantized.")
 
 
-def _pack(groups: Iterable[list[TensorSpec]], max_bytes: int) -> list[list[TensorSpec]]:
+def pack(groups: Iterable[list[TensorSpec]], max_bytes: int) -> list[list[TensorSpec]]:
     """Fills shards in order, greedily; a group (one module's tensors) is never split over two shards."""
     shards: list[list[TensorSpec]] = []
     room = 0
@@ -172,9 +173,14 @@ def _pack(groups: Iterable[list[TensorSpec]], max_bytes: int) -> list[list[Tenso
 def _number(quantized: list[list[TensorSpec]], plain: list[list[TensorSpec]]) -> tuple[PlannedShard, ...]:
     total = len(quantized) + len(plain)
     return tuple(
-        PlannedShard(f"model-{i:05d}-of-{total:05d}.safetensors", tuple(sorted(tensors, key=file_order)), i <= len(quantized))
+        PlannedShard(shard_name(i, total), tuple(sorted(tensors, key=file_order)), i <= len(quantized))
         for i, tensors in enumerate([*quantized, *plain], 1)
     )
+
+
+def shard_name(number: int, total: int) -> str:
+    """The name of shard `number` (from 1) of `total`."""
+    return f"model-{number:05d}-of-{total:05d}.safetensors"
 
 
 def file_order(tensor: TensorSpec) -> tuple[int, list[tuple[int, int | str]]]:

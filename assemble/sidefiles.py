@@ -7,8 +7,9 @@ import math
 from pathlib import Path
 
 from assemble.architecture import Architecture
+from assemble.checkpoint import read_json
 from assemble.errors import InputError
-from assemble.jsonfile import JSONFileError, read_object
+from assemble.jsonfile import JSONFileError
 
 TOKENIZER = "tokenizer.json"
 SIDE_FILES = (
@@ -52,11 +53,11 @@ def check_side_files(root: Path, architecture: Architecture) -> list[str]:
         raise SideFileError(
             f"{root} has no {absent}: without the tokenizer nothing can be calibrated or served. Copy it there."
         )
-    _check_generation_config(root)
+    check_generation_config(root)
     notes = []
     if "generation_config.json" not in present:
         notes.append("generation_config.json is absent: servers use their own sampling defaults")
-    tokenizer_config = read_object(root / "tokenizer_config.json")
+    tokenizer_config = read_json(root, "tokenizer_config.json") or {}
     if not present & {"chat_template.jinja", "chat_template.json"} and "chat_template" not in tokenizer_config:
         notes.append("no chat template: /v1/chat/completions will not work")
     pair = {"preprocessor_config.json", "video_preprocessor_config.json"}
@@ -65,12 +66,15 @@ def check_side_files(root: Path, architecture: Architecture) -> list[str]:
     return notes
 
 
-def _check_generation_config(root: Path) -> None:
+def check_generation_config(root: Path) -> None:
+    """Refuses a generation_config.json that transformers would refuse to save, after hours of work.
+
+    Raises:
+        SideFileError: not a JSON object, or a value that cannot be. An absent file is fine.
+    """
     path = root / "generation_config.json"
-    if not path.is_file():
-        return
     try:
-        config = read_object(path)
+        config = read_json(root, path.name) or {}
     except JSONFileError as error:
         raise SideFileError(f"{error}. Fix it, or delete it.") from error
     for key, (text, low, high) in _RANGES.items():

@@ -14,12 +14,13 @@ class HeadError(InputError):
     """An MTP head that is absent, incomplete, of the wrong shape, or not BF16."""
 
 
-def find_head(checkpoint: Checkpoint, architecture: Architecture) -> dict[str, TensorInfo]:
+def find_head(checkpoint: Checkpoint, architecture: Architecture, option: str = "--mtp-from") -> dict[str, TensorInfo]:
     """The head's tensors, in the order `Architecture.mtp_tensors` lists them.
 
     Args:
         checkpoint: Where the head lies.
         architecture: Of the model that is to draft with it; it decides names and shapes.
+        option: The option of the command at work that names another head, for the text of an error.
 
     Raises:
         HeadError: with the tensor's name and what to do.
@@ -30,12 +31,12 @@ def find_head(checkpoint: Checkpoint, architecture: Architecture) -> dict[str, T
     if not present:
         raise HeadError(
             f"{where} has no MTP head (no tensor named mtp.*), so nothing could draft. "
-            "If this is a fine-tune that lost it, take the base model's: --mtp-from BASE_MODEL."
+            f"If this is a fine-tune that lost it, take the base model's: {option} BASE_MODEL."
         )
     if missing := [name for name in expected if name not in present]:
         raise HeadError(
             f"{where}: the MTP head is incomplete: {missing[0]} is missing "
-            f"({len(expected) - len(missing)} of {len(expected)} tensors are there). Take a whole one: --mtp-from BASE_MODEL."
+            f"({len(expected) - len(missing)} of {len(expected)} tensors are there). Take a whole one: {option} BASE_MODEL."
         )
     if extra := sorted(present - expected.keys()):
         raise HeadError(f"{where}: unexpected tensor {extra[0]} in the MTP head: vLLM knows no such parameter.")
@@ -49,6 +50,6 @@ def find_head(checkpoint: Checkpoint, architecture: Architecture) -> dict[str, T
         if tensor.dtype != "BF16":
             raise HeadError(
                 f"{where}: {name} is {tensor.dtype}, expected BF16. A quantized or converted head cannot be restored "
-                "from itself; take the original: --mtp-from BASE_MODEL."
+                f"from itself; take the original: {option} BASE_MODEL."
             )
     return {name: checkpoint[name] for name in expected}

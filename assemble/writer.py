@@ -30,6 +30,8 @@ class ShardWriter:
         self._temporary = path.with_name(path.name + ".tmp")
         header, self._places = _header(tensors)
         self._missing = set(self._places)
+        self._size = len(header) + sum(nbytes for _, nbytes in self._places.values())
+        self._digest, self._digested = hashlib.sha256(header), len(header)
         self._file = self._temporary.open("wb", buffering=0)
         try:
             _write_all(self._file.fileno(), header, 0)
@@ -63,8 +65,15 @@ class ShardWriter:
         if name not in self._missing or offset + size > nbytes:
             raise ValueError(f"{self.path.name}: {size} bytes at {offset} do not fit {name} ({nbytes} bytes, written once)")
         _write_all(self._file.fileno(), data, start + offset)
+        if start + offset == self._digested:
+            self._digest.update(data)
+            self._digested += size
         if offset + size == nbytes:
             self._missing.discard(name)
+
+    def sha256(self) -> str:
+        """The SHA-256 of the committed file, in hexadecimal; read again only if it was not written from front to back."""
+        return self._digest.hexdigest() if self._digested == self._size else sha256_file(self.path)
 
     def commit(self) -> None:
         """Puts the whole file on the disk, under its name.
@@ -153,8 +162,12 @@ def read_chunks(path: Path, tensor: TensorInfo) -> Iterable[bytes]:
             yield chunk
 
 
-def copy_shard(plan: AssemblyPlan, shard: PlannedShard, directory: Path, progress: Progress = lambda _: None) -> None:
-    """Writes a shard of copied tensors, byte for byte from where the plan says they lie."""
+def copy_shard(plan: AssemblyPlan, shard: PlannedShard, directory: Path, progress: Progress = lambda _: None) -> str:
+    """Writes a shard of copied tensors, byte for byte from where the plan says they lie.
+
+    Returns:
+        The SHA-256 of the file, in hexadecimal.
+    """
     with ShardWriter(directory / shard.name, shard.tensors) as writer:
         for spec in shard.tensors:
             tensor = plan.copies[spec.name]
@@ -165,6 +178,7 @@ def copy_shard(plan: AssemblyPlan, shard: PlannedShard, directory: Path, progres
                 writer.write(spec.name, chunk, offset)
                 offset += len(chunk)
                 progress(len(chunk))
+    return writer.sha256()
 
 
 def write_index(plan: AssemblyPlan, directory: Path) -> None:

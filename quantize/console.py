@@ -37,8 +37,8 @@ class Reporter:
                 TimeRemainingColumn(),
             )
             # Rich would print what libraries print above the bar; `output_to` sends that elsewhere.
-            quiet = {"redirect_stdout": False, "redirect_stderr": False}
-            with Progress(*columns, console=self._console, transient=True, **quiet) as progress:
+            bar = Progress(*columns, console=self._console, transient=True, redirect_stdout=False, redirect_stderr=False)
+            with bar as progress:
                 task = progress.add_task(description, total=max(total, 1))
                 yield lambda n: progress.advance(task, n)
         else:

@@ -1,28 +1,67 @@
-"""What a rule, a finding and the subject of a verification are."""
+"""What a rule is, and what it yields."""
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import NamedTuple
 
-from assemble.architecture import Architecture
-from assemble.checkpoint import Checkpoint, Layout, TensorInfo
-from assemble.resolution import Resolution
+from assemble.rules.subject import Subject
 
 
 class Severity(Enum):
-    """ERROR stops a run and makes `verify` exit with 1; WARNING does not."""
+    """ERROR: not fit to serve, `verify` exits with 1. WARNING: serves, but not as it should. INFO: worth knowing."""
 
     ERROR = "error"
     WARNING = "warning"
+    INFO = "info"
+
+
+class Served(Enum):
+    """What vLLM does with a checkpoint that breaks the rule.
+
+    LOUD: it refuses to start. SILENT: it starts and answers, or drafts, garbage, and says nothing or only logs a warning.
+    WORSE: it serves right answers, but slower, larger, with less of the model, or another program is the one that stumbles.
+    """
+
+    LOUD = "loud"
+    SILENT = "silent"
+    WORSE = "worse"
 
 
 class Needs(Enum):
-    """What a rule looks at: headers and configs (about a second), tensor values, or the source checkpoint's values too."""
+    """What a rule looks at.
 
+    FILES: names of files, index, headers and raw JSON: decidable even when config.json makes no sense. HEADERS: those, and
+    what config.json implies. VALUES: tensor values. SOURCE: the checkpoint that this one was made from, values included.
+    """
+
+    FILES = "files"
     HEADERS = "headers"
     VALUES = "values"
     SOURCE = "source"
+
+
+class Mend(Enum):
+    """How a finding is mended. CHECKPOINT stands for the directory; BF16 for the checkpoint it was made from."""
+
+    REPAIR = "python -m assemble repair CHECKPOINT --in-place"
+    REPAIR_FROM_SOURCE = "python -m assemble repair CHECKPOINT --source BF16 --in-place"
+    SPLICE = "python -m assemble splice --head-from BF16 CHECKPOINT"
+    FETCH = "cannot be mended from what is here: download or copy the file again"
+    QUANTIZE = "cannot be mended from what is here: python -m quantize run BF16 OUT makes it anew"
+    BY_HAND = "look at it by hand: what is right cannot be known from the checkpoint alone"
+    NOTHING = "nothing to mend"
+
+
+class Detail(NamedTuple):
+    """One violation, as a rule yields it; `severity`, `served` and `mend` where they differ from the rule's own."""
+
+    where: str
+    found: str
+    expected: str
+    severity: Severity | None = None
+    served: Served | None = None
+    mend: Mend | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +70,13 @@ class Finding:
 
     Attributes:
         rule: The rule's id.
-        severity: Of the rule.
+        severity: How bad it is.
         where: The tensor, field or file.
         found: What is there.
         expected: What should be there.
+        served: What vLLM does with it.
+        why: The rule's one line about what goes wrong.
+        mend: The command that mends it, or why none does.
     """
 
     rule: str
@@ -42,65 +84,9 @@ class Finding:
     where: str
     found: str
     expected: str
-
-
-@dataclass(frozen=True)
-class Subject:
-    """The checkpoint under verification, as far as it could be read.
-
-    Attributes:
-        layout: Headers and index, with their problems.
-        tensors: Every tensor of the files that could be read.
-        config: config.json.
-        hf_quant_config: hf_quant_config.json, or None where it is absent.
-        architecture: What config.json implies.
-        source: The BF16 checkpoint it was made from, when given.
-        head: The checkpoint its MTP head was taken from; `source` unless said otherwise.
-    """
-
-    layout: Layout
-    tensors: Mapping[str, TensorInfo]
-    config: Mapping[str, Any]
-    hf_quant_config: Mapping[str, Any] | None
-    architecture: Architecture
-    source: Checkpoint | None = None
-    head: Checkpoint | None = None
-    progress: Callable[[int], None] = field(default=lambda _: None)
-
-    @property
-    def quantization(self) -> Mapping[str, Any]:
-        """config.json's `quantization_config`, or an empty mapping."""
-        value = self.config.get("quantization_config")
-        return value if isinstance(value, dict) else {}
-
-    @property
-    def schemes(self) -> dict[str, str]:
-        """`quantized_layers` as module -> algorithm; entries that are not understood map to their text."""
-        layers = self.quantization.get("quantized_layers")
-        if not isinstance(layers, dict):
-            return {}
-        return {m: str(e.get("quant_algo")) if isinstance(e, dict) else str(e) for m, e in layers.items()}
-
-    @property
-    def ignore(self) -> list[str]:
-        """`ignore`, or an empty list where it is absent or malformed."""
-        value = self.quantization.get("ignore")
-        return [e for e in value if isinstance(e, str)] if isinstance(value, list) else []
-
-    @property
-    def resolution(self) -> Resolution:
-        """vLLM's view of `ignore`."""
-        return Resolution(self.ignore, wrapped=self.architecture.wrapped)
-
-    def read(self, name: str) -> bytes:
-        """A tensor's bytes."""
-        tensor = self.tensors[name]
-        with (self.layout.root / tensor.shard).open("rb") as file:
-            file.seek(tensor.start)
-            return file.read(tensor.nbytes)
-
-
-Detail = tuple[str, str, str]  # where, found, expected
+    served: Served
+    why: str
+    mend: str
 
 
 @dataclass(frozen=True)
@@ -109,16 +95,26 @@ class Rule:
 
     Attributes:
         id: Stable name, as printed in findings.
-        severity: Of its findings.
+        severity: Of its findings, where they do not say otherwise.
+        served: What vLLM does when it is broken.
         why: One line: what goes wrong when served.
         source: Where the fact was read.
-        check: Yields (where, found, expected) for each violation.
+        check: Yields each violation. Its docstring states the law.
+        mend: How its findings are mended.
         needs: What it has to read.
     """
 
     id: str
     severity: Severity
+    served: Served
     why: str
     source: str
     check: Callable[[Subject], Iterable[Detail]]
+    mend: Mend = Mend.REPAIR
     needs: Needs = Needs.HEADERS
+
+    @property
+    def law(self) -> str:
+        """What must hold: the first sentence of the check's docstring, without the id."""
+        first = " ".join((self.check.__doc__ or "").split("\n\n")[0].split())
+        return first.partition(": ")[2].rstrip(".")

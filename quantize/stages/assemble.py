@@ -19,23 +19,20 @@ def run(context: Context) -> Result:
     plan = planned(context, context.records["fetch"])
     directory = context.directory
     quantized = context.records["quantize"]
+    known = dict(quantized.outputs)
     for name in quantized.outputs:
         link(context.directory_of("quantize") / name, directory / name)
     copied = [shard for shard in plan.shards if not shard.quantized]
     with context.reporter.task("copy", sum(s.nbytes for s in copied)) as progress:
         for shard in copied:
-            copy_shard(plan, shard, directory, progress)
+            known[shard.name] = copy_shard(plan, shard, directory, progress)
     for name in side_files(plan.source.root):
         shutil.copyfile(plan.source.root / name, directory / name)
     modelopt = str(quantized.provenance["packages"]["nvidia-modelopt"])
     _write_configs(plan, directory, modelopt)
     write_index(plan, directory)
     sync_directory(directory)
-    outputs = {
-        path.name: quantized.outputs.get(path.name) or sha256_file(path)
-        for path in sorted(directory.iterdir())
-        if path.is_file()
-    }
+    outputs = {p.name: known.get(p.name) or sha256_file(p) for p in sorted(directory.iterdir()) if p.is_file()}
     head = {name: sha256_tensor(plan.head.path_of(t), t) for name, t in plan.copies.items() if name.startswith(MTP_PREFIX)}
     return Result(outputs, {"head_sha256": head, "copied_tensors": len(plan.copies)})
 

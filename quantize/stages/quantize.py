@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from assemble.plan import AssemblyPlan
-from assemble.writer import ShardWriter, sha256_file
+from assemble.writer import ShardWriter
 from quantize import ptq
 from quantize.console import Reporter, output_to
 from quantize.machine import find_gpu
@@ -88,7 +88,7 @@ class _Sink:
         for shard_name in {self._home[name].name for name in tensors}:
             if self._writers[shard_name].complete:
                 self._writers[shard_name].commit()
-                self._digests[shard_name] = self._hashing.submit(sha256_file, self._directory / shard_name)
+                self._digests[shard_name] = self._hashing.submit(self._writers[shard_name].sha256)
 
     def finish(self) -> dict[str, str]:
         """Waits for the disk and returns the digests, by shard.

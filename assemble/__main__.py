@@ -1,4 +1,4 @@
-"""`python -m assemble`: checks checkpoints, without a GPU and without loading a model."""
+"""`python -m assemble`: checks, mends and compares checkpoints, without a GPU and without loading a model."""
 
 import json
 from pathlib import Path
@@ -23,9 +23,11 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 def verify_command(
     checkpoint: Annotated[str, typer.Argument(help="The checkpoint's directory, or a Hub id.")],
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")] = None,
-    source: Annotated[Path | None, typer.Option(help="The BF16 checkpoint it was made from: adds identity by hash.")] = None,
+    source: Annotated[
+        Path | None, typer.Option(help="The BF16 checkpoint it was made from: adds identity, byte for byte.")
+    ] = None,
     head: Annotated[Path | None, typer.Option(help="Where its MTP head came from, when not from the source.")] = None,
-    deep: Annotated[bool, typer.Option("--deep", help="Also read the values of the scales.")] = False,
+    deep: Annotated[bool, typer.Option("--deep", help="Also read the values of all tensors.")] = False,
     require_mtp: Annotated[bool, typer.Option("--require-mtp", help="Make the absence of an MTP head an error.")] = False,
     tp: Annotated[int, typer.Option("--tp", min=1, help="Number of GPUs it is to be split over.")] = 1,
     with_vllm: Annotated[

@@ -39,7 +39,7 @@ def print_summary(outcome: Outcome, seconds: float, console: Console) -> None:
     console.print(table)
     head, verified = records["assemble"].facts["head_sha256"], records["verify"].facts
     console.print(f"verified: {verified['rules']} rules, no errors, {len(verified['warnings'])} warnings", markup=False)
-    console.print(f"MTP head: {len(head)} tensors, identical to the source by SHA-256", markup=False)
+    console.print(f"MTP head: {len(head)} tensors, identical to the source, byte for byte", markup=False)
     if not outcome.already_complete:
         peak = max(r.peak_memory_bytes for r in records.values())
         console.print(f"took {duration(seconds)}, peak host memory {size(peak)}", markup=False)

@@ -7,7 +7,7 @@ from assemble.mend.draft import Draft
 from assemble.mend.found import CONFIG
 from assemble.plan import natural
 from assemble.resolution import PartialGroupError, Resolution
-from assemble.rules.ignore import _any_match, _caught_by_accident
+from assemble.rules.ignore import any_match, caught_by_accident
 
 
 def ignore_sound(draft: Draft) -> None:
@@ -71,9 +71,9 @@ def _meaningful(draft: Draft, entries: list[str], where: str) -> list[str]:
     built = {resolution.prefix_of(m): m for m in linear}
     kept = []
     for entry in entries:
-        if entry not in parents and entry not in MTP_IGNORE and not _any_match(entry, ordered):
+        if entry not in parents and entry not in MTP_IGNORE and not any_match(entry, ordered):
             draft.mend(where, f"{entry!r} names no module", "taken out")
-        elif over := _caught_by_accident(resolution, entry, built):
+        elif over := caught_by_accident(resolution, entry, built):
             draft.mend(where, f"{entry!r} also hits {over}", "taken out")
         else:
             kept.append(entry)

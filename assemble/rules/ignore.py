@@ -76,14 +76,14 @@ def entries_mean_what_they_say(subject: Subject) -> Iterator[Detail]:
     ordered = sorted(parents)
     built = {subject.resolution.prefix_of(m): m for m in subject.linear}
     for entry in dict.fromkeys(subject.ignore):
-        if entry not in parents and not _any_match(entry, ordered):
+        if entry not in parents and not any_match(entry, ordered):
             yield Detail(f"ignore entry {entry!r}", "matches no module of the checkpoint", "a module's full name, or prefix.*")
-        elif over := _caught_by_accident(subject.resolution, entry, built):
+        elif over := caught_by_accident(subject.resolution, entry, built):
             text = f"also hits {over}, as vLLM matches substrings"
             yield Detail(f"ignore entry {entry!r}", text, "a module's full name, or prefix.*")
 
 
-def _any_match(entry: str, names: list[str]) -> bool:
+def any_match(entry: str, names: list[str]) -> bool:
     """Whether the glob `entry` matches one of the sorted `names`."""
     stem = entry.removesuffix("*")
     if entry != stem and not any(c in stem for c in "*?["):
@@ -95,7 +95,7 @@ def _any_match(entry: str, names: list[str]) -> bool:
     return any(pattern.match(name) for name in names)
 
 
-def _caught_by_accident(resolution: Resolution, entry: str, built: dict[str, str]) -> str | None:
+def caught_by_accident(resolution: Resolution, entry: str, built: dict[str, str]) -> str | None:
     """A module whose name contains `entry`, cut inside a word or a number: `layers.1` in `layers.10`."""
     glob = any(c in entry for c in "*?[")
     for part in split_wildcard(entry):

@@ -80,7 +80,7 @@ def side_files_of_the_source(subject: Subject) -> Iterator[Detail]:
         if name not in here:
             yield Detail(name, "absent, though the source has it", "the source's file")
         elif not _same(subject, name):
-            yield Detail(name, "not the source's bytes", "the source's file", Severity.INFO, mend=Mend.REPAIR_FROM_SOURCE)
+            yield Detail(name, "not the source's bytes", "the source's file", Severity.INFO, mend=Mend.BY_HAND)
 
 
 def _same(subject: Subject, name: str) -> bool:

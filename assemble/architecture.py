@@ -17,7 +17,7 @@ vLLM 0.33 models/qwen3_5_mtp.py.
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -284,6 +284,19 @@ def fused_group(module: str) -> tuple[str, ...]:
         if leaf in members:
             return tuple(f"{parent}.{member}" for member in members)
     return ()
+
+
+def source_tensor(module: str, names: Container[str]) -> str:
+    """The name of the BF16 tensor that holds a module's weight: its own, or its layer's fused experts'.
+
+    Args:
+        module: A matrix of the decoder, such as `….mlp.experts.3.up_proj`.
+        names: The tensor names that there are.
+    """
+    own, container = f"{module}.weight", experts_container(module)
+    if own in names or container == module:
+        return own
+    return f"{container}.{'down_proj' if module.endswith('.down_proj') else 'gate_up_proj'}"
 
 
 def experts_container(module: str) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 import jinja2
 
-from assemble.architecture import DENSE
+from assemble.architecture import MOE, TEXT_CLASS
 from assemble.formats import FP8, W4A16_NVFP4
 
 WHAT = {
@@ -29,11 +29,12 @@ def render_card(facts: Mapping[str, Any]) -> str:
         keep_trailing_newline=True,
         autoescape=False,  # noqa: S701 - markdown, not HTML
     )
-    sizes = facts["sizes"]
-    text_only = bool(facts["plan"].get("text_only"))
+    sizes, model_type = facts["sizes"], facts["plan"]["model_type"]
+    text_only = bool(facts["plan"]["text_only"])
+    wide = WHAT | ({W4A16_NVFP4: ("routed and shared experts, `lm_head`", WHAT[W4A16_NVFP4][1])} if model_type == MOE else {})
     rows = [
         {"what": what, "format": form, "tensors": sizes[kind]["tensors"], "size": _gigabytes(sizes[kind]["bytes"])}
-        for kind, (what, form) in WHAT.items()
+        for kind, (what, form) in wide.items()
         if kind in sizes
     ]
     return environment.get_template("card.jinja").render(
@@ -42,10 +43,11 @@ def render_card(facts: Mapping[str, Any]) -> str:
         total_tensors=sum(kind["tensors"] for kind in sizes.values()),
         total_size=_gigabytes(sum(kind["bytes"] for kind in sizes.values())),
         hub_model=facts["model"]["revision"] is not None,
-        text_only=text_only,
+        text_only_class=TEXT_CLASS[model_type] if text_only else None,
+        moe=model_type == MOE,
         language_model_only=not text_only,
         pipeline_tag="text-generation" if text_only else "image-text-to-text",
-        modelopt_recipe=facts["recipe"]["modelopt"][DENSE],
+        modelopt_recipe=facts["recipe"]["modelopt"][model_type],
     )
 
 

@@ -5,12 +5,13 @@ it is quantized from a source weight, or copied byte for byte from the source or
 Quantized tensors and copied ones go to shards of their own, so that each shard has one writer and is written once.
 """
 
+import functools
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from assemble.architecture import LM_HEAD, MTP_PREFIX, VISION_PREFIX, Architecture
+from assemble.architecture import LM_HEAD, MTP_PREFIX, VISION_PREFIX, Architecture, experts_container, source_tensor
 from assemble.checkpoint import DTYPE_BYTES, Checkpoint, TensorInfo
 from assemble.errors import InputError
 from assemble.formats import TensorSpec, quantized_tensors
@@ -46,7 +47,7 @@ class AssemblyPlan:
         source: The BF16 checkpoint.
         head: The checkpoint that the MTP head is copied from.
         architecture: What the source's config implies.
-        schemes: Quantized module -> `FP8` or `W4A16_NVFP4`, in natural order.
+        schemes: Quantized module -> `FP8` or `W4A16_NVFP4`, routed experts one by one, in the model's order.
         left: Modules of the decoder that hold a matrix and stay unquantized.
         copies: Tensor name -> where its bytes come from.
         shards: All shards, named and numbered.
@@ -70,10 +71,15 @@ class AssemblyPlan:
         """Tensor name -> shard name, by name."""
         return dict(sorted((t.name, s.name) for s in self.shards for t in s.tensors))
 
+    @functools.cached_property
+    def listed(self) -> dict[str, str]:
+        """`schemes` as quantized_layers lists them: the routed experts of a layer once, by their container."""
+        return {experts_container(module): scheme for module, scheme in self.schemes.items()}
+
     @property
     def counts(self) -> dict[str, int]:
-        """Modules a scheme."""
-        return dict(sorted(Counter(self.schemes.values()).items()))
+        """Listed modules a scheme."""
+        return dict(sorted(Counter(self.listed.values()).items()))
 
     def checkpoint_of(self, name: str) -> Checkpoint:
         """The checkpoint that the copied tensor `name` is read from."""
@@ -108,11 +114,11 @@ def plan_assembly(
         ShapeError: a weight that the scheme cannot hold.
     """
     _check_body(source, architecture, schemes)
-    copies = {n: t for n, t in source.items() if not n.startswith(MTP_PREFIX)}
-    quantized: list[list[TensorSpec]] = []
-    for module in sorted(schemes, key=module_order):
-        weight = copies.pop(f"{module}.weight")
-        quantized.append(list(quantized_tensors(module, schemes[module], weight.shape)))
+    ordered = sorted(schemes, key=module_order)
+    replaced = {source_tensor(module, source) for module in ordered}
+    copies = {n: t for n, t in source.items() if not n.startswith(MTP_PREFIX) and n not in replaced}
+    shapes = architecture.linear_modules
+    quantized = [list(quantized_tensors(module, schemes[module], shapes[module])) for module in ordered]
     copies |= find_head(head, architecture)
     plain = [[TensorSpec(n, copies[n].dtype, copies[n].shape)] for n in sorted(copies, key=natural)]
     left = [m for m in architecture.linear_modules if m not in schemes]
@@ -120,7 +126,7 @@ def plan_assembly(
         source,
         head,
         architecture,
-        {m: schemes[m] for m in sorted(schemes, key=module_order)},
+        {m: schemes[m] for m in ordered},
         tuple(sorted(left, key=natural)),
         copies,
         _number(pack(quantized, max_shard_bytes), pack(plain, max_shard_bytes)),
@@ -150,10 +156,9 @@ def _check_body(source: Checkpoint, architecture: Architecture, schemes: Mapping
     for name, shape in expected.items():
         if source[name].shape != shape:
             raise PlanError(f"{root}: {name} has shape {list(source[name].shape)}, config.json implies {list(shape)}")
-    for module in schemes:
-        dtype = source[f"{module}.weight"].dtype
-        if dtype != "BF16":
-            raise PlanError(f"{root}: {module}.weight is {dtype}; only a BF16 checkpoint can be quantized.")
+    for name in {source_tensor(module, source) for module in schemes}:
+        if source[name].dtype != "BF16":
+            raise PlanError(f"{root}: {name} is {source[name].dtype}; only a BF16 checkpoint can be quantized.")
 
 
 def pack(groups: Iterable[list[TensorSpec]], max_bytes: int) -> list[list[TensorSpec]]:

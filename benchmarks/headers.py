@@ -61,11 +61,12 @@ _VISION = {
 SHAPES = {"27B": (DENSE, _DENSE_27B), "35B-A3B": (MOE, _MOE_35B)}
 
 
-def config_of(shape: str) -> dict[str, Any]:
-    """The config.json of a model of the shape `27B` or `35B-A3B`, quantized by this project's recipe."""
+def source_config_of(shape: str, **text: Any) -> dict[str, Any]:
+    """The config.json of a BF16 model of the shape `27B` or `35B-A3B`; `text` changes its text_config."""
     kind, sizes = SHAPES[shape]
+    sizes = sizes | text
     types = [FULL if i % 4 == 3 else LINEAR for i in range(sizes["num_hidden_layers"])]
-    config: dict[str, Any] = {
+    return {
         "architectures": [WRAPPED_CLASS[kind]],
         "model_type": kind,
         "dtype": "bfloat16",
@@ -75,6 +76,11 @@ def config_of(shape: str) -> dict[str, Any]:
         "text_config": {"model_type": f"{kind}_text", "layer_types": types, **_COMMON, **sizes},
         "vision_config": {"model_type": f"{kind}_vision", **_VISION, "out_hidden_size": sizes["hidden_size"]},
     }
+
+
+def config_of(shape: str) -> dict[str, Any]:
+    """The config.json of a model of the shape `27B` or `35B-A3B`, quantized by this project's recipe."""
+    config = source_config_of(shape)
     schemes = recipe_schemes(_architecture(config))
     config["quantization_config"] = quantization_config(schemes, MTP_IGNORE, "0.47.0")
     return config
@@ -98,7 +104,12 @@ def _architecture(config: Mapping[str, Any]) -> Architecture:
 
 
 def tensors_of(config: Mapping[str, Any]) -> Iterator[TensorSpec]:
-    """Every tensor of the checkpoint that a config.json with a `quantization_config` describes."""
+    """Every tensor of the checkpoint that a config.json describes; BF16 and with fused experts if it is not quantized."""
+    if "quantization_config" not in config:
+        architecture = read_architecture(config, ())
+        shapes = architecture.body_tensors | (vision_tensors(config) or {}) | architecture.mtp_tensors
+        yield from (TensorSpec(name, "BF16", shape) for name, shape in shapes.items())
+        return
     architecture = _architecture(config)
     resolution = Resolution(config["quantization_config"], wrapped=architecture.wrapped)
     linear = architecture.linear_modules
@@ -113,13 +124,13 @@ def tensors_of(config: Mapping[str, Any]) -> Iterator[TensorSpec]:
 def write_headers(root: Path, config: Mapping[str, Any], twin: Mapping[str, Any] | None = None) -> Path:
     """Writes the checkpoint into the new directory `root`: configs, index, side files that say nothing, sparse shards."""
     root.mkdir(parents=True)
-    q = config["quantization_config"]
-    schemes = {m: str(e["quant_algo"]) for m, e in q.get("quantized_layers", {}).items()}
-    twin = twin or hf_quant_config(schemes, q["ignore"], "0.47.0")
     for name, value in _side_files().items():
         (root / name).write_text(json.dumps(value))
     (root / "config.json").write_text(json.dumps(config))
-    (root / "hf_quant_config.json").write_text(json.dumps(twin))
+    if q := config.get("quantization_config"):
+        schemes = {m: str(e["quant_algo"]) for m, e in q.get("quantized_layers", {}).items()}
+        twin = twin or hf_quant_config(schemes, q["ignore"], "0.47.0")
+        (root / "hf_quant_config.json").write_text(json.dumps(twin))
     shards = list(_packed(tensors_of(config)))
     weight_map: dict[str, str] = {}
     for number, tensors in enumerate(shards, 1):

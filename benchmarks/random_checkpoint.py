@@ -1,6 +1,7 @@
 """Writes a random BF16 checkpoint with a real model's shapes, to measure on.
 
     python benchmarks/random_checkpoint.py OUT --shape 9b
+    python benchmarks/random_checkpoint.py OUT --shape 35b-a3b --layers 4
 
 Its weights are normal with a standard deviation of 0.02; it has the tiny model's tokenizer, so it can be calibrated.
 """
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration, Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
 
 from assemble.architecture import read_architecture
 from assemble.checkpoint import INDEX
@@ -28,32 +29,37 @@ SHAPES: dict[str, dict[str, int]] = {
            "num_key_value_heads": 4, "linear_num_value_heads": 32, "vocab_size": 248320},
     "27b": {"hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 64, "num_attention_heads": 24,
             "num_key_value_heads": 4, "linear_num_value_heads": 48, "vocab_size": 248320},
+    "35b-a3b": {"hidden_size": 2048, "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512,
+                "shared_expert_intermediate_size": 512, "num_hidden_layers": 40, "num_attention_heads": 16,
+                "num_key_value_heads": 2, "linear_num_value_heads": 32, "vocab_size": 248320},
 }  # fmt: skip
 SHARD_BYTES = 5_000_000_000
 
 
-def config(shape: str) -> dict[str, Any]:
-    """The config.json of a shape."""
+def config(shape: str, layers: int | None) -> Any:
+    """The configuration of a shape, with another number of layers when given."""
     text = SHAPES[shape] | {
         "head_dim": 256,
         "linear_num_key_heads": 16,
         "linear_key_head_dim": 128,
         "linear_value_head_dim": 128,
     }
+    text |= {"num_hidden_layers": layers} if layers else {}
     rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
     text |= {"mtp_num_hidden_layers": 1, "rope_parameters": rope | {"mrope_section": [11, 11, 10], "mrope_interleaved": True}}
-    vision = {"out_hidden_size": text["hidden_size"]}
-    made = Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=False).to_dict()
-    made["text_config"] = {key: value for key, value in made["text_config"].items() if value is not None}
-    return made | {"architectures": ["Qwen3_5ForConditionalGeneration"], "dtype": "bfloat16"}
+    family = Qwen3_5MoeConfig if "num_experts" in text else Qwen3_5Config
+    return family(text_config=text, vision_config={"out_hidden_size": text["hidden_size"]}, tie_word_embeddings=False)
 
 
-def write(out: Path, shape: str, device: str) -> None:
+def write(out: Path, shape: str, layers: int | None, device: str) -> None:
     """Writes the checkpoint."""
     out.mkdir(parents=True)
-    settings = config(shape)
+    made = config(shape, layers)
+    model_class = Qwen3_5MoeForConditionalGeneration if "num_experts" in SHAPES[shape] else Qwen3_5ForConditionalGeneration
     with torch.device("meta"):
-        model = Qwen3_5ForConditionalGeneration(Qwen3_5Config(**settings))
+        model = model_class(made)
+    settings: dict[str, Any] = made.to_dict() | {"architectures": [model_class.__name__], "dtype": "bfloat16"}
+    settings["text_config"] = {key: value for key, value in settings["text_config"].items() if value is not None}
     shapes = {name: tuple(t.shape) for name, t in model.state_dict().items()} | read_architecture(settings, ()).mtp_tensors
     specs = sorted((TensorSpec(name, "BF16", shape) for name, shape in shapes.items()), key=file_order)
     parts: list[list[TensorSpec]] = [[]]
@@ -79,12 +85,13 @@ def write(out: Path, shape: str, device: str) -> None:
 
 def main() -> None:
     """Reads the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--shape", choices=SHAPES, default="9b")
+    parser.add_argument("--layers", type=int, help="decoder layers, in place of the shape's own")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
-    write(arguments.out, arguments.shape, arguments.device)
+    write(arguments.out, arguments.shape, arguments.layers, arguments.device)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import sysconfig
 from pathlib import Path
 
 MODEL = Path(__file__).parent / "models" / "tiny-qwen3_5-mtp"
+MOE_MODEL = MODEL.with_name("tiny-qwen3_5_moe-mtp")
 CHARACTERS = 120_000  # about 40,000 tokens of the model's tokenizer; 16 rows of 256 need 4,096
 
 

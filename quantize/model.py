@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sized
 from pathlib import Path
 from typing import Any
 
-from assemble.architecture import Architecture
+from assemble.architecture import TEXT_CLASS, WRAPPED_CLASS, Architecture
 from quantize.console import Reporter
 
 
@@ -27,8 +27,8 @@ def load_model(root: Path, architecture: Architecture, device: str, reporter: Re
     import torch
     import transformers
 
-    names = {True: "Qwen3_5ForConditionalGeneration", False: "Qwen3_5ForCausalLM"}
-    model_class = getattr(transformers, names[architecture.wrapped])
+    classes = WRAPPED_CLASS if architecture.wrapped else TEXT_CLASS
+    model_class = getattr(transformers, classes[architecture.model_type])
     with _loading_progress(reporter):
         model = model_class.from_pretrained(root, dtype=torch.bfloat16, device_map=device, local_files_only=True)
     return model.eval().requires_grad_(requires_grad=False)

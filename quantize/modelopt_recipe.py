@@ -113,7 +113,10 @@ def read_modelopt_recipe(name: str) -> ModelOptRecipe:
 def _library() -> Path:
     spec = importlib.util.find_spec("modelopt_recipes")
     if spec is None or not spec.submodule_search_locations:
-        raise ModelOptRecipeError("NVIDIA ModelOpt is not installed. Install the quantizer: pip install 'nvfp4-mtp[quantize]'")
+        raise ModelOptRecipeError(
+            "NVIDIA ModelOpt is not installed. Install the quantizer, in a checkout of this project: "
+            "pip install -c constraints.txt '.[quantize]'"
+        )
     return Path(next(iter(spec.submodule_search_locations)))
 
 

@@ -4,12 +4,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from assemble.architecture import DENSE, LM_HEAD, MOE, MTP_PREFIX, Architecture, read_architecture
+from assemble.architecture import LM_HEAD, MTP_PREFIX, TEXT_CLASS, Architecture, experts_container, read_architecture
 from assemble.checkpoint import Checkpoint
 from assemble.errors import InputError
 from assemble.plan import AssemblyPlan, plan_assembly
 from assemble.sidefiles import check_side_files
 from quantize.console import size
+from quantize.experts import WEIGHTS_AT_ONCE
 from quantize.machine import GPU, available_memory_bytes, find_gpu, free_disk_bytes
 from quantize.modelopt_recipe import ModelOptRecipe, read_modelopt_recipe
 from quantize.provenance import package_version
@@ -48,15 +49,24 @@ def build_plan(recipe: Recipe, source: Checkpoint, head: Checkpoint) -> Assembly
         InputError: whatever makes the source unfit; see `assemble.plan`, `assemble.architecture`, `assemble.splice`.
     """
     architecture = read_architecture(source.config, source)
-    if architecture.moe:
-        raise InputError(
-            f"{source.root} is a mixture of experts ({MOE}): quantizing those is not supported yet; dense {DENSE} is."
-        )
     table = modelopt_table(recipe, architecture)
-    schemes = {m: scheme for m in architecture.linear_modules if (scheme := table.scheme(m)) is not None}
+    schemes = _schemes(table, architecture)
     plan = plan_assembly(source, head, architecture, schemes, recipe.max_shard_bytes)
     table.check_kv_cache(f"{architecture.prefix}layers.0.self_attn")
     return plan
+
+
+def _schemes(table: ModelOptRecipe, architecture: Architecture) -> dict[str, str]:
+    """What ModelOpt's table makes of each matrix; all experts of a layer have the same, so it is asked for one."""
+    schemes: dict[str, str] = {}
+    asked: dict[tuple[str, str], str | None] = {}
+    for module in architecture.linear_modules:
+        key = experts_container(module), module.rpartition(".")[2]
+        if key not in asked:
+            asked[key] = table.scheme(module)
+        if (scheme := asked[key]) is not None:
+            schemes[module] = scheme
+    return schemes
 
 
 def modelopt_table(recipe: Recipe, architecture: Architecture) -> ModelOptRecipe:
@@ -128,9 +138,9 @@ def _working_bytes(plan: AssemblyPlan, recipe: Recipe) -> int:
     forward = tokens * int(plan.architecture.text["hidden_size"]) * ACTIVATION_BYTES
     body = body_bytes(plan)
     left = body - 2 * sum(linear.values())
-    return max(
-        body + max(forward, max(linear.values(), default=0) * EXPORT_BYTES_PER_WEIGHT), left + head * EXPORT_BYTES_PER_WEIGHT
-    )
+    at_once = WEIGHTS_AT_ONCE if plan.architecture.moe else max(linear.values(), default=0)
+    packing, packing_head = (weights * EXPORT_BYTES_PER_WEIGHT for weights in (at_once, head))
+    return max(body + max(forward, packing), left + packing_head)
 
 
 def judge_needs(needs: Needs, weights: int) -> tuple[list[str], list[str]]:
@@ -180,7 +190,10 @@ def versions_note() -> list[str]:
     notes = []
     modelopt, transformers = package_version("nvidia-modelopt"), package_version("transformers")
     if package_version("torch") is None or transformers is None:
-        raise MachineError("torch and transformers are needed to quantize: pip install 'nvfp4-mtp[quantize]'")
+        raise MachineError(
+            "torch and transformers are needed to quantize; in a checkout of this project: "
+            "pip install -c constraints.txt '.[quantize]'"
+        )
     if modelopt and not modelopt.startswith("0.47."):
         notes.append(f"ModelOpt {modelopt} is installed; this tool was tested with 0.47")
     if tuple(int(p) for p in transformers.split(".")[:2]) >= (5, 15):
@@ -192,9 +205,9 @@ def plan_notes(plan: AssemblyPlan, changes: list[str], mtp_from: str | None) -> 
     """What the user should know before the run."""
     notes = check_side_files(plan.source.root, plan.architecture) + [f"config.json will be completed: {c}" for c in changes]
     if not plan.architecture.wrapped:
-        notes.append(
-            "text-only class Qwen3_5ForCausalLM: vLLM 0.32 and 0.33 know it, 0.22 to 0.26 do not (0.27 to 0.31: not checked)"
-        )
+        name = TEXT_CLASS[plan.architecture.model_type]
+        known = "vLLM 0.32 and 0.33 know it, 0.22 to 0.26 do not (0.27 to 0.31: not checked)"
+        notes.append(f"text-only class {name}: {known}")
     if mtp_from:
         notes.append(f"the MTP head comes from {mtp_from}")
     return notes
@@ -206,7 +219,7 @@ def as_json(plan: AssemblyPlan) -> dict[str, Any]:
         "counts": plan.counts,
         "total_size": plan.nbytes,
         "shards": [{"name": s.name, "bytes": s.nbytes, "quantized": s.quantized} for s in plan.shards],
-        "quantized_layers": dict(plan.schemes),
+        "quantized_layers": plan.listed,
         "tensors": {
             t.name: {"dtype": t.dtype, "shape": list(t.shape), "shard": s.name, "from": _origin(plan, t.name)}
             for s in plan.shards

@@ -55,9 +55,10 @@ def print_preview(shown: Preview, console: Console) -> None:
     """Prints the plan as tables."""
     plan, needs = shown.plan, shown.needs
     source_bytes = sum(t.nbytes for t in plan.source.values())
+    kind = f"Qwen3.5 mixture of {plan.architecture.num_experts} experts" if plan.architecture.moe else "dense Qwen3.5"
     tower = "with a vision tower" if plan.architecture.wrapped else "text only"
     model, layers, recipe = shown.request.model, plan.architecture.num_layers, shown.request.recipe.name
-    console.print(f"{model}: dense Qwen3.5, {layers} layers, {tower}; recipe {recipe}", markup=False)
+    console.print(f"{model}: {kind}, {layers} layers, {tower}; recipe {recipe}", markup=False)
     table = Table("becomes", "modules", "tensors", "bytes", box=None, pad_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"
@@ -65,7 +66,7 @@ def print_preview(shown: Preview, console: Console) -> None:
         modules = plan.counts.get(kind)
         table.add_row(FORMATS[kind], str(modules) if modules else "", str(entry["tensors"]), f"{entry['bytes']:,}")
     tensors = sum(len(s.tensors) for s in plan.shards)
-    table.add_row("all", str(len(plan.schemes)), str(tensors), f"{plan.nbytes:,}", end_section=True)
+    table.add_row("all", str(len(plan.listed)), str(tensors), f"{plan.nbytes:,}", end_section=True)
     console.print(table)
     share = plan.nbytes / source_bytes
     console.print(f"{size(source_bytes)} -> {size(plan.nbytes)} ({share:.0%}) in {len(plan.shards)} shards", markup=False)

@@ -12,9 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from assemble.architecture import Architecture
-from assemble.formats import COMPANIONS
+from quantize import experts
 from quantize.errors import CheckFailedError
 from quantize.model import checkpoint_name
+from quantize.modelopt_recipe import ModelOptRecipe
 
 
 class CoverageError(CheckFailedError):
@@ -23,7 +24,7 @@ class CoverageError(CheckFailedError):
 
 def calibrate_and_quantize(
     model: Any,
-    modelopt_recipe: str,
+    modelopt_recipe: ModelOptRecipe,
     rows: npt.NDArray[np.int32],
     batch_size: int,
     progress: Callable[[int], None],
@@ -34,7 +35,7 @@ def calibrate_and_quantize(
 
     Args:
         model: The BF16 model; changed in place.
-        modelopt_recipe: Name for `modelopt.recipe.load_recipe`.
+        modelopt_recipe: What to do.
         rows: Token ids [rows, tokens], int32.
         batch_size: Rows a forward pass.
         progress: Called with the rows of each pass.
@@ -50,11 +51,20 @@ def calibrate_and_quantize(
                 calibrated.model(input_ids=batch, use_cache=False)
                 progress(len(batch))
 
-    mtq.quantize(model, load_recipe(modelopt_recipe).quantize.model_dump(), forward)
+    config = load_recipe(modelopt_recipe.name).quantize.model_dump()
+    if experts.packs_in_batches(modelopt_recipe):
+        config["quant_cfg"] = [*config["quant_cfg"], {"quantizer_name": "*.mlp.experts.*", "enable": False}]
+    mtq.quantize(model, config, forward)
 
 
-def check_coverage(model: Any, architecture: Architecture, schemes: Mapping[str, str]) -> None:
+def check_coverage(model: Any, architecture: Architecture, listed: Mapping[str, str], modelopt_recipe: ModelOptRecipe) -> None:
     """Compares what ModelOpt quantized with what was planned, before anything is written.
+
+    Args:
+        model: After `calibrate_and_quantize`.
+        architecture: Of the source.
+        listed: Module -> scheme, a layer's experts by their container.
+        modelopt_recipe: What was done.
 
     Raises:
         CoverageError: with every module that differs, or when the KV cache is not FP8.
@@ -64,10 +74,12 @@ def check_coverage(model: Any, architecture: Architecture, schemes: Mapping[str,
     stated = get_quant_config(model)["quantization"]
     layers = stated.get("quantized_layers") or {}
     found = {checkpoint_name(name, architecture): entry["quant_algo"] for name, entry in layers.items()}
+    if experts.packs_in_batches(modelopt_recipe):
+        found |= experts.found(model, architecture)
     wrong = [
-        f"{name}: {found.get(name, 'not quantized')}, planned {schemes.get(name, 'not quantized')}"
-        for name in sorted(found.keys() | schemes.keys())
-        if found.get(name) != schemes.get(name)
+        f"{name}: {found.get(name, 'not quantized')}, planned {listed.get(name, 'not quantized')}"
+        for name in sorted(found.keys() | listed.keys())
+        if found.get(name) != listed.get(name)
     ]
     if wrong:
         shown = "\n  ".join(wrong[:20])
@@ -80,24 +92,28 @@ def check_coverage(model: Any, architecture: Architecture, schemes: Mapping[str,
         )
 
 
-def export_modules(model: Any, architecture: Architecture, modules: set[str]) -> Iterator[dict[str, Any]]:
+def export_modules(
+    model: Any, architecture: Architecture, listed: Mapping[str, str], modelopt_recipe: ModelOptRecipe
+) -> Iterator[dict[str, Any]]:
     """Packs each module and yields its tensors by checkpoint name: `weight` and its scales, on the model's device.
 
     Fused groups are unified first, as ModelOpt's exporter does: gate and up then share one `weight_scale_2`.
-    A module's weight is released once the consumer asks for the next.
+    A module's weight is released once the consumer asks for the next. Arguments as for `check_coverage`.
     """
     import torch
     from modelopt.torch.export.unified_export_hf import _export_quantized_weight, requantize_resmooth_fused_llm_layers
 
     with torch.inference_mode():
         requantize_resmooth_fused_llm_layers(model)
-        for name, module in model.named_modules():
+        for name, module in list(model.named_modules()):
             stored = checkpoint_name(name, architecture)
-            if stored not in modules:
+            if stored not in listed:
+                continue
+            if stored.endswith(experts.CONTAINER):
+                yield from experts.export(stored, module, modelopt_recipe)
                 continue
             _export_quantized_weight(module, torch.bfloat16)
-            leaves = ("weight", *COMPANIONS)
-            yield {f"{stored}.{leaf}": getattr(module, leaf) for leaf in leaves if hasattr(module, leaf)}
+            yield experts.tensors_of(stored, module)
             module.weight = None
 
 

@@ -26,6 +26,12 @@ def tiny() -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_moe() -> Path:
+    """The trained tiny mixture of experts: read only."""
+    return demo.MOE_MODEL
+
+
+@pytest.fixture(scope="session")
 def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Calibration text: modules of the standard library."""
     path = tmp_path_factory.mktemp("calibration") / "rows.jsonl"
@@ -34,9 +40,9 @@ def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def make_variant(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Writes a variant of the tiny model into a new directory: `make_variant(shards=3, head="first")`."""
-    return lambda **options: write_variant(tiny, tmp_path_factory.mktemp("variant") / "model", Variant(**options))
+def make_variant(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Writes a variant of a tiny model into a new directory: `make_variant(shards=3, head="first")`."""
+    return lambda **options: write_variant(tmp_path_factory.mktemp("variant") / "model", Variant(**options))
 
 
 @pytest.fixture(scope="session")

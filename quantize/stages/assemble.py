@@ -40,9 +40,9 @@ def run(context: Context) -> Result:
 def _write_configs(plan: AssemblyPlan, directory: Path, modelopt_version: str) -> None:
     config, _ = complete_config(plan.source.config, plan.architecture)
     ignore = ignore_list(plan)
-    config["quantization_config"] = quantization_config(plan.schemes, ignore, modelopt_version)
+    config["quantization_config"] = quantization_config(plan.listed, ignore, modelopt_version)
     write_object(directory / "config.json", config)
-    write_object(directory / "hf_quant_config.json", hf_quant_config(plan.schemes, ignore, modelopt_version))
+    write_object(directory / "hf_quant_config.json", hf_quant_config(plan.listed, ignore, modelopt_version))
 
 
 def link(existing: Path, new: Path) -> None:

@@ -37,6 +37,7 @@ def run(context: Context) -> Result:
         "sizes": sizes(plan),
         "notes": notes,
         "config_changes": changes,
+        "model_type": plan.architecture.model_type,
         "text_only": not plan.architecture.wrapped,
         "device": estimate_needs(plan, context.request).device,
     }

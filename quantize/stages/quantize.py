@@ -15,6 +15,7 @@ from quantize import ptq
 from quantize.console import Reporter, output_to
 from quantize.machine import find_gpu
 from quantize.model import load_model
+from quantize.modelopt_recipe import ModelOptRecipe
 from quantize.planning import modelopt_table
 from quantize.stage import Context, Result
 from quantize.stages import calibrate
@@ -36,16 +37,18 @@ def run(context: Context) -> Result:
     with output_to(context.directory / "log.txt"), _gpu_peak(device) as gpu:
         with _timed("load", seconds):
             model = load_model(plan.source.root, plan.architecture, device, reporter)
+        recipe = modelopt_table(context.recipe, plan.architecture)
         with _timed("calibrate", seconds), reporter.task("calibrate", len(rows)) as progress:
-            recipe = modelopt_table(context.recipe, plan.architecture).name
             ptq.calibrate_and_quantize(model, recipe, rows, context.recipe.calibration.batch_size, progress)
-        ptq.check_coverage(model, plan.architecture, plan.schemes)
+        ptq.check_coverage(model, plan.architecture, plan.listed, recipe)
         with _timed("export", seconds):
-            outputs = _write_shards(model, plan, context.directory, reporter)
+            outputs = _write_shards(model, plan, recipe, context.directory, reporter)
     return Result(outputs, {"device": device, "seconds": seconds, **gpu})
 
 
-def _write_shards(model: Any, plan: AssemblyPlan, directory: Path, reporter: Reporter) -> dict[str, str]:
+def _write_shards(
+    model: Any, plan: AssemblyPlan, recipe: ModelOptRecipe, directory: Path, reporter: Reporter
+) -> dict[str, str]:
     """Exports module by module, while earlier modules are written and finished shards are hashed.
 
     Returns:
@@ -53,7 +56,7 @@ def _write_shards(model: Any, plan: AssemblyPlan, directory: Path, reporter: Rep
     """
     total = sum(shard.nbytes for shard in plan.shards if shard.quantized)
     with reporter.task("export", total) as progress, contextlib.closing(_Sink(plan, directory)) as sink:
-        for tensors in ptq.export_modules(model, plan.architecture, set(plan.schemes)):
+        for tensors in ptq.export_modules(model, plan.architecture, plan.listed, recipe):
             sink.write({name: _checked(name, tensor, sink) for name, tensor in tensors.items()})
             progress(sum(sink.specs[name].nbytes for name in tensors))
         return sink.finish()

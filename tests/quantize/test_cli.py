@@ -14,9 +14,9 @@ import typer
 from typer.testing import CliRunner, Result
 
 from assemble.__main__ import app as assemble_app
+from benchmarks.headers import source_config_of, write_headers
 from quantize.__main__ import app
 from quantize.runner import Outcome
-from tests.headers import dense_config, write_headers
 
 FLAGS = Path(__file__).with_name("flags.json")
 Edit = Callable[[Path], None]
@@ -112,7 +112,7 @@ def test_no_head(make_variant: Callable[..., Path], tiny: Path, calibration: Pat
 
 
 def test_head_of_another_size(make_variant: Callable[..., Path], tiny: Path, calibration: Path, tmp_path: Path) -> None:
-    other = write_headers(tmp_path / "big", dense_config(), tiny)
+    other = write_headers(tmp_path / "big", source_config_of("27B"))
     refused(
         call("plan", make_variant(head="none"), "--calibration", calibration, "--mtp-from", other),
         "mtp.fc.weight", "[5120, 10240]", "[256, 512]",
@@ -163,7 +163,7 @@ def test_bad_argument(
 def test_not_enough_disk(tiny: Path, calibration: Path, tmp_path: Path) -> None:
     free = shutil.disk_usage(tmp_path).free
     layers = 64 * (2 + free // 20_000_000_000)
-    huge = write_headers(tmp_path / "huge", dense_config(num_hidden_layers=layers), tiny, shards=400)
+    huge = write_headers(tmp_path / "huge", source_config_of("27B", num_hidden_layers=layers))
     planned = call("plan", huge, tmp_path / "out", "--calibration", calibration)
     assert planned.exit_code == 2
     assert "error: not enough disk" in planned.stderr
@@ -189,16 +189,34 @@ def quantized_recipe() -> str:
     return (SHIPPED / "demo.yaml").read_text()
 
 
-def test_plan_27b(tiny: Path, calibration: Path, tmp_path: Path) -> None:
-    root = write_headers(tmp_path / "27b", dense_config(), tiny)
+@pytest.mark.parametrize(
+    ("shape", "counts", "tensors", "source_bytes"),
+    [
+        ("27B", {"FP8": 208, "W4A16_NVFP4": 193}, 2001, 54_000_000_000),
+        ("35B-A3B", {"FP8": 130, "W4A16_NVFP4": 161}, 93_627, 69_000_000_000),
+    ],
+)
+def test_plan_of_true_shapes(
+    shape: str, counts: dict, tensors: int, source_bytes: int, calibration: Path, tmp_path: Path
+) -> None:
+    root = write_headers(tmp_path / "source", source_config_of(shape))
     result = call("plan", root, tmp_path / "out", "--calibration", calibration, "--json", "--device", "cpu")
     plan = json.loads(result.stdout)
-    assert plan["counts"] == {"FP8": 208, "W4A16_NVFP4": 193}
-    assert len(plan["quantized_layers"]) == 401
+    assert plan["counts"] == counts
+    assert len(plan["quantized_layers"]) == sum(counts.values())
+    assert len(plan["tensors"]) == tensors
     assert sum(s["bytes"] for s in plan["shards"]) == plan["total_size"]
-    short_of_memory = plan["needs"]["memory_available"] < 54_000_000_000
+    short_of_memory = plan["needs"]["memory_available"] < source_bytes
     assert result.exit_code == (2 if short_of_memory else 0)
     assert any("BF16 weights take" in p for p in plan["problems"]) == short_of_memory
+
+
+@pytest.mark.parametrize(("base", "published"), [("Qwen3.5-27B", "Qwen3.6-27B"), ("Qwen3.5-35B-A3B", "Qwen3.6-35B-A3B")])
+def test_plan_lists_what_nvidia_lists(base: str, published: str, reference: Path, calibration: Path, tmp_path: Path) -> None:
+    root = write_headers(tmp_path / "source", json.loads((reference / f"{base}.json").read_text()))
+    result = call("plan", root, tmp_path / "out", "--calibration", calibration, "--json", "--device", "cpu")
+    theirs = json.loads((reference / f"nvidia--{published}-NVFP4_config.json").read_text())["quantization_config"]
+    assert json.loads(result.stdout)["quantized_layers"] == {m: e["quant_algo"] for m, e in theirs["quantized_layers"].items()}
 
 
 def test_help_and_plan_are_quick_and_import_no_torch(tiny: Path, calibration: Path, tmp_path: Path) -> None:

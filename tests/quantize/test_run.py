@@ -16,6 +16,10 @@ from recipes import loader
 from tests.quantize.oracle import compare_with_oracle
 
 VARIANTS = [
+    {"moe": True},
+    {"moe": True, "split": True, "shards": 4, "head": "own"},
+    {"moe": True, "text_only": True, "float32": True},
+    {"moe": True, "text_only": True, "keep_prefix": True, "split": True},
     {"shards": 5, "head": "first", "float32": True},
     {"shards": 3, "head": "own"},
     {"shards": 2, "head": "last", "text_only": True},
@@ -35,6 +39,21 @@ def test_variants_equal_modelopt_and_source(
     root = make_variant(**options)
     request = Request(str(root), tmp_path / "out", loader.load("demo"), calibration=calibration, device="cpu")
     compare_with_oracle(request, run(request, Reporter()), tmp_path / "oracle")
+
+
+def test_a_starved_router_changes_no_experts_bytes(
+    make_variant: Callable[..., Path], calibration: Path, tmp_path: Path
+) -> None:
+    made = []
+    for starved in (False, True):
+        root, out = make_variant(moe=True, starved=starved), tmp_path / str(starved)
+        run(Request(str(root), out, loader.load("demo"), calibration=calibration, device="cpu"), Reporter())
+        made.append(Checkpoint.open(out))
+    experts = [n for n in made[0] if ".mlp.experts." in n and not n.startswith("mtp.")]
+    assert len(experts) == 4 * 8 * 3 * 3
+    assert all(made[0].read(n) == made[1].read(n) for n in experts)
+    scales = [n for n in made[0] if n.endswith("input_scale")]
+    assert any(made[0].read(n) != made[1].read(n) for n in scales)  # the router did change what the layers see
 
 
 def test_config_is_the_sources_plus_quantization(quantized: Outcome, tiny: Path) -> None:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
@@ -116,6 +117,14 @@ def _write_all(descriptor: int, data: bytes | memoryview, position: int) -> None
     while view:
         written = os.pwrite(descriptor, view, position)
         view, position = view[written:], position + written
+
+
+def link_file(existing: Path, new: Path) -> None:
+    """A hard link (to what a symbolic link leads to), so that no byte is written twice; a copy where there are none."""
+    try:
+        os.link(existing.resolve(), new)
+    except OSError:
+        shutil.copyfile(existing, new)
 
 
 def sync_directory(directory: Path) -> None:

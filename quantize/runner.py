@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from assemble.errors import InputError
-from assemble.writer import sync_directory
+from assemble.writer import link_file, sync_directory
 from quantize.console import Reporter, duration
 from quantize.fingerprint import difference, fingerprint
 from quantize.machine import peak_memory_bytes, reset_peak_memory
@@ -22,7 +22,6 @@ from quantize.pipeline import PIPELINE
 from quantize.planning import check_paths
 from quantize.provenance import provenance
 from quantize.stage import Context, Record, Request, Stage, read_record
-from quantize.stages.assemble import link
 
 COLLECTED = "collected"
 
@@ -122,7 +121,7 @@ def _collect(request: Request) -> None:
         record = read_record(request.workspace / stage)
         assert record is not None  # noqa: S101 - it was made or read a moment ago
         for name in record.outputs:
-            link(request.workspace / stage / name, collected / name)
+            link_file(request.workspace / stage / name, collected / name)
     sync_directory(collected)
     collected.rename(request.out)
     sync_directory(request.out.absolute().parent)

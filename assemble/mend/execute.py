@@ -4,7 +4,6 @@ Nothing is ever written through a hard link: what changes is written to a new fi
 """
 
 import dataclasses
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from assemble.mend.layout import OutputShard
 from assemble.mend.origins import Stored
 from assemble.mend.repairs import MendPlan
 from assemble.verify import Report, verify
-from assemble.writer import Progress, ShardWriter, read_chunks, sync_directory
+from assemble.writer import Progress, ShardWriter, link_file, read_chunks, sync_directory
 
 KEPT = ".before-repair"
 
@@ -178,10 +177,7 @@ def link_to(path: Path, new: Path) -> None:
         for inner in path.iterdir():
             link_to(inner, new / inner.name)
         return
-    try:
-        os.link(path.resolve(), new)
-    except OSError:
-        shutil.copyfile(path, new)
+    link_file(path, new)
 
 
 def link_within(path: Path, new: Path) -> None:

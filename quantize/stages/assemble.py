@@ -1,6 +1,5 @@
 """assemble: quantized shards, the source's other tensors, the MTP head, configs and side files become a checkpoint."""
 
-import os
 import shutil
 from pathlib import Path
 
@@ -9,7 +8,7 @@ from assemble.config import complete_config, hf_quant_config, ignore_list, quant
 from assemble.jsonfile import write_object
 from assemble.plan import AssemblyPlan
 from assemble.sidefiles import side_files
-from assemble.writer import copy_shard, sha256_file, sha256_tensor, sync_directory, write_index
+from assemble.writer import copy_shard, link_file, sha256_file, sha256_tensor, sync_directory, write_index
 from quantize.stage import Context, Result
 from quantize.stages.plan import planned
 
@@ -21,7 +20,7 @@ def run(context: Context) -> Result:
     quantized = context.records["quantize"]
     known = dict(quantized.outputs)
     for name in quantized.outputs:
-        link(context.directory_of("quantize") / name, directory / name)
+        link_file(context.directory_of("quantize") / name, directory / name)
     copied = [shard for shard in plan.shards if not shard.quantized]
     with context.reporter.task("copy", sum(s.nbytes for s in copied)) as progress:
         for shard in copied:
@@ -43,11 +42,3 @@ def _write_configs(plan: AssemblyPlan, directory: Path, modelopt_version: str) -
     config["quantization_config"] = quantization_config(plan.listed, ignore, modelopt_version)
     write_object(directory / "config.json", config)
     write_object(directory / "hf_quant_config.json", hf_quant_config(plan.listed, ignore, modelopt_version))
-
-
-def link(existing: Path, new: Path) -> None:
-    """A hard link, so that no byte is written twice; a copy where the file system has none."""
-    try:
-        os.link(existing, new)
-    except OSError:
-        shutil.copyfile(existing, new)

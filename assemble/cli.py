@@ -30,9 +30,12 @@ def reported(*failed_checks: type[Exception], debug: bool) -> Iterator[None]:
     except MemoryError as error:
         _raise_or_end(error, "out of host memory. Finished stages are kept; the same command continues.", 1, debug=debug)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        text = f"the disk is full ({error.strerror}). Free some space: the same command continues, finished stages are kept."
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            text = (
+                f"the disk is full ({error.strerror}). Free some space: the same command continues, finished stages are kept."
+            )
+        else:
+            text = f"{error.strerror or error}: {error.filename or 'no file named'} (--debug shows where)"
         _raise_or_end(error, text, 1, debug=debug)
 
 

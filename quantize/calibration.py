@@ -246,6 +246,19 @@ def _render(messages: list[Any], tokenizer: Any, number: int) -> Any:
         ) from error
 
 
+def check_vocabulary(rows: npt.NDArray[np.int32], vocab_size: int) -> None:
+    """Refuses tokens that the model has no embedding for.
+
+    Raises:
+        CalibrationError: the tokenizer is not this model's.
+    """
+    if int(rows.max()) >= vocab_size:
+        raise CalibrationError(
+            f"the tokenizer gives token {int(rows.max())}, but the model's vocab_size is {vocab_size}: it is another model's. "
+            "Put the tokenizer's own files into the model's directory."
+        )
+
+
 def rows_sha256(rows: npt.NDArray[np.int32]) -> str:
     """The SHA-256 of the token ids (shape, then little-endian int32, row-major), in hexadecimal."""
     return hashlib.sha256(repr(rows.shape).encode() + rows.astype("<i4").tobytes()).hexdigest()

@@ -3,3 +3,7 @@
 
 class CheckFailedError(RuntimeError):
     """A check of the pipeline failed; nothing was released."""
+
+
+class OutOfGPUMemoryError(CheckFailedError):
+    """The GPU's memory did not suffice."""

@@ -88,7 +88,12 @@ def resolve_device(requested: str, table: ModelOptRecipe) -> tuple[str, GPU | No
     Raises:
         MachineError: a GPU asked for and absent; a recipe that ModelOpt runs on CUDA only, on the CPU.
     """
-    gpu = find_gpu() if requested != "cpu" else None
+    cpu_build = (package_version("torch") or "").endswith("+cpu")
+    gpu = find_gpu() if requested != "cpu" and not cpu_build else None
+    if requested == "cuda" and cpu_build:
+        raise MachineError(
+            "--device cuda: the installed PyTorch is its CPU build. Install the CUDA build, or use --device cpu."
+        )
     if requested == "cuda" and gpu is None:
         raise MachineError(
             "--device cuda: no NVIDIA GPU is visible here. Check nvidia-smi and CUDA_VISIBLE_DEVICES, or use cpu."

@@ -40,7 +40,7 @@ class Calibration(Strict):
     num_samples: int = Field(gt=0)
     sequence_length: int = Field(gt=1)
     batch_size: int = Field(default=16, gt=0)
-    seed: int = 0
+    seed: int = Field(default=0, ge=0)
 
 
 class MTP(Strict):

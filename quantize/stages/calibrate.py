@@ -6,10 +6,12 @@ from typing import Any
 
 import numpy as np
 
+from assemble.architecture import read_architecture
 from assemble.writer import sha256_file
 from quantize import calibration
 from quantize.console import output_to
 from quantize.stage import Context, Result
+from quantize.stages import fetch
 
 FILE = "rows.npy"
 
@@ -26,6 +28,8 @@ def run(context: Context) -> Result:
         tokenizer = AutoTokenizer.from_pretrained(root, local_files_only=True)
         with context.reporter.task("tokenize", settings.num_samples * settings.sequence_length) as progress:
             rows = calibration.pack_rows(documents, tokenizer, settings, progress=progress)
+    source, _ = fetch.opened(context.records["fetch"])
+    calibration.check_vocabulary(rows, int(read_architecture(source.config, source).text["vocab_size"]))
     np.save(context.directory / FILE, rows)
     facts = {
         "data": path.name if path else settings.dataset,

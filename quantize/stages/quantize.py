@@ -13,6 +13,7 @@ from assemble.plan import AssemblyPlan
 from assemble.writer import ShardWriter
 from quantize import ptq
 from quantize.console import Reporter, output_to
+from quantize.errors import OutOfGPUMemoryError
 from quantize.machine import find_gpu
 from quantize.model import load_model
 from quantize.modelopt_recipe import ModelOptRecipe
@@ -34,7 +35,7 @@ def run(context: Context) -> Result:
     device = str(context.records["plan"].facts["device"])
     rows = np.load(context.directory_of("calibrate") / calibrate.FILE)
     reporter, seconds = context.reporter, dict[str, float]()
-    with output_to(context.directory / "log.txt"), _gpu_peak(device) as gpu:
+    with output_to(context.directory / "log.txt"), _gpu_peak(device) as gpu, _enough_gpu_memory():
         with _timed("load", seconds):
             model = load_model(plan.source.root, plan.architecture, device, reporter)
         recipe = modelopt_table(context.recipe, plan.architecture)
@@ -128,6 +129,19 @@ def _timed(name: str, seconds: dict[str, float]) -> Iterator[None]:
     started = time.monotonic()
     yield
     seconds[name] = round(time.monotonic() - started, 1)
+
+
+@contextlib.contextmanager
+def _enough_gpu_memory() -> Iterator[None]:
+    """Says what to do when there is not."""
+    import torch
+
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise OutOfGPUMemoryError(
+            f"{str(error).splitlines()[0]} Use --device cpu, a larger GPU, or a recipe with a smaller calibration.batch_size."
+        ) from error
 
 
 @contextlib.contextmanager

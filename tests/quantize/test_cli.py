@@ -126,7 +126,7 @@ def test_head_of_another_size(make_variant: Callable[..., Path], tiny: Path, cal
         (["MODEL", "MODEL"], ("lies inside MODEL",)),
         (["MODEL", "MODEL/out"], ("lies inside MODEL",)),
         (["MODEL", "EXISTS"], ("already exists",)),
-        (["MODEL", "out", "--device", "cuda"], ("no NVIDIA GPU",)),
+        (["MODEL", "out", "--device", "cuda"], ("--device cuda",)),
         (["MODEL", "out", "--recipe", "w4a16_nvfp4_mse-fp8_attn-kv_fp8_cast"], ("CUDA only",)),
         (["MODEL", "out", "--recipe", "demoo"], ("no recipe named 'demoo'", "did you mean demo?")),
         (["MODEL", "out", "--recipe", "BROKEN.yaml"], ("not valid YAML",)),
@@ -158,6 +158,26 @@ def test_bad_argument(
     else:
         refused(result, *texts)
     assert not Path("out").exists()
+
+
+def test_another_models_tokenizer(tiny: Path, calibration: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny, tmp_path / "model")
+    tokenizer = tmp_path / "model" / "tokenizer.json"
+    data = json.loads(tokenizer.read_text())
+    common = max(data["model"]["vocab"].values())  # the longest merge is rare: give the space's token a number out of range
+    data["model"]["vocab"]["\u0120"] = common + 5000
+    tokenizer.write_text(json.dumps(data))
+    result = call("run", tmp_path / "model", tmp_path / "out", "--calibration", calibration, "--recipe", "demo")
+    assert result.exit_code == 2, result.stderr
+    assert "vocab_size is 2048" in result.stderr.splitlines()[-1]
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_place_that_cannot_be_written(tiny: Path, calibration: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    result = call("run", tiny, tmp_path / "file" / "out", "--calibration", calibration, "--recipe", "demo")
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-1].startswith("error: Not a directory: " + str(tmp_path / "file"))
 
 
 def test_not_enough_disk(tiny: Path, calibration: Path, tmp_path: Path) -> None:

@@ -33,7 +33,9 @@ def print_report(report: Report) -> None:
         _print_group(console, group)
     counts = Counter(f.severity for f in report.findings)
     said = ", ".join(f"{n} {s.value}{'s' if n > 1 and s is not Severity.INFO else ''}" for s in Severity if (n := counts[s]))
-    verdict = Text("not fit to serve", "bold red") if report.errors else Text("sound", "bold green")
+    verdict = Text("sound", "bold green")
+    if report.findings:
+        verdict = Text("not fit to serve", "bold red") if report.errors else Text("fit to serve", "bold yellow")
     console.print(Text.assemble(f"{report.root}: ", verdict, f" ({said or 'no findings'}; {len(report.rules)} rules applied)"))
     needs = report.requires
     console.print(

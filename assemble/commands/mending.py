@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from assemble.architecture import MTP_PREFIX
 from assemble.checkpoint import Checkpoint
 from assemble.cli import reported
 from assemble.commands.checking import print_report
@@ -78,6 +79,8 @@ def repair_command(
         plan = plan_mending(checkpoint, REPAIRS, source=origin, head_from=head, unlist=unlist)
         if not as_json:
             _print_plan(plan)
+            if out is not None and plan.nothing_to_do:
+                typer.echo(f"{out} was not made.")
         mended: Mended | None
         if plan.nothing_to_do:
             mended = Mended(None, (), verify(checkpoint, source=origin, head=head))
@@ -120,11 +123,12 @@ def _print_plan(plan: MendPlan) -> None:
 
 
 def _print_notes(notes: Iterable[Note], arrow: str) -> None:
-    """One line a kind of fault: names that differ in numbers only are counted."""
+    """One line a kind of fault: names that differ in numbers only are counted, and so are all tensors of the head."""
     first: dict[tuple[str, ...], Note] = {}
     counts: Counter[tuple[str, ...]] = Counter()
     for note in notes:
-        key = (note.repair, *(re.sub(r"\d+", "#", text) for text in (note.where, note.found, note.remedy)))
+        where = "" if note.where.startswith(MTP_PREFIX) else note.where
+        key = (note.repair, *(re.sub(r"\d+", "#", text) for text in (where, note.found, note.remedy)))
         first.setdefault(key, note)
         counts[key] += 1
     for key, note in first.items():

@@ -48,6 +48,7 @@ class Draft:
         found: The checkpoint as it is.
         source: The BF16 checkpoint it was made from, when given.
         head: Where the MTP head is to come from, when given.
+        renew_metadata: Write shards anew whose `__metadata__` lacks the format.
         unlist: What becomes of a module that is listed as quantized and stored BF16: unlisted, or (False) quantized.
         tensors: Output tensor -> its one origin.
         held: Further copies (name, shard) that stay because nobody knows which one is right.
@@ -63,6 +64,7 @@ class Draft:
     found: Found
     source: Checkpoint | None = None
     head: Checkpoint | None = None
+    renew_metadata: bool = True
     unlist: bool = False
     tensors: dict[str, Origin] = field(default_factory=dict)
     held: set[tuple[str, str]] = field(default_factory=set)

@@ -74,7 +74,8 @@ def _kept(draft: Draft, shard: Shard) -> list[str]:
 
 def _rewritten(draft: Draft, shard: Shard, kept: list[str]) -> bool:
     held = sum((t.name, shard.name) in draft.held for t in shard.tensors)
-    if len(kept) + held == len(shard.tensors) and kept and shard.metadata.get("format") != "pt":
+    unsaid = draft.renew_metadata and shard.metadata.get("format") != "pt"
+    if len(kept) + held == len(shard.tensors) and kept and unsaid:
         draft.mend(f"{shard.name}: __metadata__", f"format {shard.metadata.get('format')!r}", "'pt': the shard is written anew")
         return True
     return len(kept) + held != len(shard.tensors)

@@ -104,7 +104,8 @@ def plan_mending(
         InputError: the checkpoint, the source or the head is not what it would have to be.
     """
     found = read_found(root)
-    draft = Draft.of(found, source=source, head=head_from, unlist=unlist)
+    # A splice costs the head's size: it leaves a shard that needs a new header only to `repair`.
+    draft = Draft.of(found, source=source, head=head_from, unlist=unlist, renew_metadata=repairs is not SPLICE)
     for name, repair in repairs:
         draft.repair = name
         repair(draft)

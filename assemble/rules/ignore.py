@@ -13,7 +13,7 @@ from assemble.rules.subject import Subject
 
 def ignore_covers_mtp(subject: Subject) -> Iterator[Detail]:
     """IGN-1: `ignore` names the whole MTP head: `mtp*`, or `mtp.fc` and `mtp.layers.0*`."""
-    if not subject.has_head:
+    if not subject.has_head or subject.plainly_unquantized:
         return
     for module in ("mtp.fc", "mtp.layers.0.self_attn.o_proj"):
         if not _excluded(subject.resolution, module):

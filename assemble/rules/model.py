@@ -49,6 +49,7 @@ class Mend(Enum):
     SPLICE = "python -m assemble splice --head-from BF16 CHECKPOINT"
     FETCH = "cannot be mended from what is here: download or copy the file again"
     QUANTIZE = "cannot be mended from what is here: python -m quantize run BF16 OUT makes it anew"
+    MAKE = "nothing to mend: python -m quantize run CHECKPOINT OUT makes a quantized checkpoint of it"
     BY_HAND = "look at it by hand: what is right cannot be known from the checkpoint alone"
     NOTHING = "nothing to mend"
 

@@ -18,6 +18,10 @@ Q = "config.json: quantization_config"
 def quantization_declared(subject: Subject) -> Iterator[Detail]:
     """CFG-6: config.json itself says how the checkpoint is quantized, in ModelOpt's words."""
     q = subject.quantization
+    if subject.plainly_unquantized:
+        text = "no quantization_config and no quantized tensor: a BF16 checkpoint"
+        yield Detail("the checkpoint", text, "a quantized one", served=Served.WORSE, mend=Mend.MAKE)
+        return
     plain, producer = plain_algorithm(q), q.get("producer")
     mixed = str(q.get("quant_algo")).upper() == "MIXED_PRECISION"
     layers = q.get("quantized_layers")
@@ -45,6 +49,8 @@ def twins_agree(subject: Subject) -> Iterator[Detail]:
     if TWIN in subject.unread:
         yield Detail(TWIN, subject.unread[TWIN], "a JSON object")
         return
+    if subject.plainly_unquantized:
+        return  # CFG-6's
     twin, q = subject.hf_quant_config, subject.quantization
     if twin is None:
         yield Detail(TWIN, "absent", "the twin of config.json's quantization_config", W)

@@ -172,6 +172,12 @@ class Subject:
         ]
 
     @functools.cached_property
+    def plainly_unquantized(self) -> bool:
+        """Whether nothing says that it is quantized, neither a config nor a tensor: a BF16 checkpoint, most likely."""
+        declared = self.quantization or self.hf_quant_config or self.unread
+        return not declared and not any(self.stored_quantized(name.removesuffix(".weight")) for name in self.tensors)
+
+    @functools.cached_property
     def facts(self) -> Mapping[str, Facts]:
         """What the values say: of every tensor when values are read, else of those that are compared with an origin."""
         origins: dict[str, tuple[Path, TensorInfo]] = {}

@@ -9,7 +9,7 @@ import pytest
 
 from assemble.checkpoint import Checkpoint
 from assemble.commands.checking import markdown
-from assemble.rules import RULES, Mend, Needs
+from assemble.rules import RULES, Mend, Needs, Severity
 from assemble.verify import verify
 from tests.assemble.checkpoints import Copy, link_tree
 from tests.assemble.conftest import Pair
@@ -99,3 +99,11 @@ def test_file_rules_are_asked_even_without_a_config(dense: Copy) -> None:
     report = verify(dense.root)
     assert {"CFG-1", "CFG-13", "IDX-4"} <= {f.rule for f in report.findings}
     assert set(report.rules) == {rule.id for rule in RULES if rule.needs is Needs.FILES}
+
+
+def test_an_unquantized_checkpoint_is_called_that(tiny: Path) -> None:
+    report = verify(tiny)
+    assert [(f.rule, f.severity, f.found) for f in report.findings if f.severity is not Severity.INFO] == [
+        ("CFG-6", Severity.ERROR, "no quantization_config and no quantized tensor: a BF16 checkpoint")
+    ]
+    assert f"python -m quantize run {tiny} OUT" in report.errors[0].mend

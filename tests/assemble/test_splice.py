@@ -9,7 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
+from assemble.__main__ import app
 from assemble.checkpoint import INDEX, Checkpoint
 from assemble.config import MTP_IGNORE
 from assemble.verify import verify
@@ -214,3 +217,19 @@ def test_killed_at_any_step(tiny: Path, tmp_path: Path) -> None:
     faults._flip(edited, "mtp.fc.weight")
     edited.save()
     assert kills(checkpoint, tmp_path / "work", "exchange", 1, "splice", "--head-from", source) > 30
+
+
+def test_a_shard_without_pt_metadata_is_left_to_repair(quantized: Outcome, tiny: Path, tmp_path: Path) -> None:
+    root = tmp_path / "checkpoint"
+    shutil.copytree(quantized.out, root)
+    body = root / "model-00001-of-00002.safetensors"
+    save_file(load_file(body), body)  # a careless tool: no __metadata__
+    other = root / "model-00002-of-00002.safetensors"
+    save_file({n: t for n, t in load_file(other).items() if n != "mtp.fc.weight"}, other, metadata={"format": "pt"})
+    before = body.read_bytes()
+    result = CliRunner().invoke(app, ["splice", "--head-from", str(tiny), str(root), "--json"])
+    assert result.exit_code == 0, result.output
+    made = json.loads(result.stdout)
+    assert [s["linked_from"] for s in made["shards"]].count("model-00001-of-00002.safetensors") == 1
+    assert (root / "model-00001-of-00003.safetensors").read_bytes() == before
+    assert {f["rule"] for f in made["verified"]["findings"]} == {"IDX-6"}

@@ -123,6 +123,9 @@ class Checkpoint(Mapping[str, TensorInfo]):
             return file.read(tensor.nbytes)
 
 
+LINK_OUT = "a symbolic link that leads out of the folder: not followed"
+
+
 def stays_inside(path: Path) -> bool:
     """Whether opening `path` reads a file of its own folder, or a blob of a Hugging Face cache.
 
@@ -147,7 +150,7 @@ def read_json(root: Path, name: str) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     if not stays_inside(path):
-        raise JSONFileError(f"{name} is a symbolic link that leads out of the folder: not followed")
+        raise JSONFileError(f"{path} is {LINK_OUT}. Put the file itself there, or give the folder that it leads to.")
     if path.stat().st_size > JSON_LIMIT:
         raise JSONFileError(f"{name} has {path.stat().st_size} bytes; a checkpoint's JSON files have {JSON_LIMIT} at most")
     return read_object(path)
@@ -163,7 +166,7 @@ def read_layout(root: Path) -> Layout:
     files = sorted(p.name for p in root.glob("*.safetensors") if p.is_file())
     on_disk = [name for name in files if stays_inside(root / name)]
     linked_out = sorted(set(files) - set(on_disk))
-    problems += [Problem("IDX-1", name, "a symbolic link that leads out of the folder: not followed") for name in linked_out]
+    problems += [Problem("IDX-1", name, LINK_OUT) for name in linked_out]
     index = _read_index(root, problems)
     named = _files_of(index, problems) if index is not None else set(on_disk)
     if index is None and len(on_disk) > 1:

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 from assemble.architecture import Architecture
-from assemble.checkpoint import read_json
+from assemble.checkpoint import LINK_OUT, read_json, stays_inside
 from assemble.errors import InputError
 from assemble.jsonfile import JSONFileError
 
@@ -34,8 +34,16 @@ class SideFileError(InputError):
 
 
 def side_files(root: Path) -> list[str]:
-    """The side files that `root` has, in the order of `SIDE_FILES`."""
-    return [name for name in SIDE_FILES if (root / name).is_file()]
+    """The side files that `root` has, in the order of `SIDE_FILES`.
+
+    A link that leads out of the folder is none: what it leads to, a private key say, would be copied and published.
+    """
+    return [name for name in SIDE_FILES if (root / name).is_file() and stays_inside(root / name)]
+
+
+def linked_out(root: Path) -> list[str]:
+    """The side files of `root` that are links out of the folder."""
+    return [name for name in SIDE_FILES if (root / name).is_file() and not stays_inside(root / name)]
 
 
 def check_side_files(root: Path, architecture: Architecture) -> list[str]:
@@ -45,9 +53,11 @@ def check_side_files(root: Path, architecture: Architecture) -> list[str]:
         One sentence for each file that is absent though serving wants it.
 
     Raises:
-        SideFileError: no tokenizer, or a generation_config.json with values that cannot be.
+        SideFileError: no tokenizer, a generation_config.json with values that cannot be, or a link out of the folder.
     """
     present = set(side_files(root))
+    if linked := linked_out(root):
+        raise SideFileError(f"{root / linked[0]} is {LINK_OUT}. Put the file itself there.")
     if TOKENIZER not in present or "tokenizer_config.json" not in present:
         absent = TOKENIZER if TOKENIZER not in present else "tokenizer_config.json"
         raise SideFileError(

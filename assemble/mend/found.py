@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from assemble.checkpoint import INDEX, CheckpointError, Shard, TensorInfo, read_json, read_shard, stays_inside
+from assemble.checkpoint import INDEX, LINK_OUT, CheckpointError, Shard, TensorInfo, read_json, read_shard, stays_inside
 from assemble.errors import InputError
 from assemble.jsonfile import JSONFileError
 from assemble.plan import natural
@@ -66,7 +66,7 @@ def read_found(root: Path) -> Found:
     shards, copies = [], dict[str, tuple[TensorInfo, ...]]()
     for name in sorted((p.name for p in root.glob("*.safetensors") if p.is_file()), key=natural):
         if not stays_inside(root / name):
-            broken[name] = "a symbolic link that leads out of the folder: not followed"
+            broken[name] = LINK_OUT
             continue
         try:
             shard = read_shard(root / name)

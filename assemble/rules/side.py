@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 
-from assemble.checkpoint import JSON_LIMIT, read_json, stays_inside
+from assemble.checkpoint import JSON_LIMIT, LINK_OUT, read_json, stays_inside
 from assemble.jsonfile import JSONFileError
 from assemble.rules.model import Detail, Mend, Served, Severity
 from assemble.rules.subject import Subject
-from assemble.sidefiles import SIDE_FILES, TOKENIZER, SideFileError, check_generation_config, side_files
+from assemble.sidefiles import SIDE_FILES, TOKENIZER, SideFileError, check_generation_config, linked_out, side_files
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TOKENIZERS = (TOKENIZER, TOKENIZER_CONFIG)
@@ -17,7 +17,7 @@ _BESIDE = frozenset(SIDE_FILES) - {"LICENSE"}
 
 def tokenizer_present(subject: Subject) -> Iterator[Detail]:
     """CFG-13: the tokenizer is there and readable; so are a chat template, generation defaults and image processor files."""
-    present = set(side_files(subject.root))
+    present = {*side_files(subject.root), *linked_out(subject.root)}
     for name in TOKENIZERS:
         if name not in present:
             yield Detail(name, "absent", "the source's file")
@@ -47,7 +47,7 @@ def _problem(subject: Subject, name: str) -> str | None:
     """Why the file is of no use; tokenizer.json is large, so of it only the ends are looked at."""
     path = subject.root / name
     if not stays_inside(path):
-        return "a symbolic link that leads out of the folder: not followed"
+        return LINK_OUT
     if name == TOKENIZER:
         with path.open("rb") as file:
             start = file.read(64).lstrip()

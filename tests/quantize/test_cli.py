@@ -160,6 +160,15 @@ def test_bad_argument(
     assert not Path("out").exists()
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "LICENSE", "config.json", "model-00001-of-00002.safetensors"])
+def test_a_link_out_of_the_folder_is_not_followed(name: str, tiny: Path, calibration: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny, tmp_path / "model")
+    (tmp_path / "private").write_bytes((tiny / name).read_bytes() if (tiny / name).exists() else b"secret")
+    (tmp_path / "model" / name).unlink(missing_ok=True)
+    (tmp_path / "model" / name).symlink_to(tmp_path / "private")
+    refused(call("run", tmp_path / "model", tmp_path / "out", "--calibration", calibration), name, "symbolic link")
+
+
 def test_another_models_tokenizer(tiny: Path, calibration: Path, tmp_path: Path) -> None:
     shutil.copytree(tiny, tmp_path / "model")
     tokenizer = tmp_path / "model" / "tokenizer.json"

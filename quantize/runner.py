@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from assemble.checkpoint import Checkpoint
 from assemble.errors import InputError
-from assemble.writer import link_file, sync_directory
+from assemble.writer import link_file, sha256_file, sync_directory
 from quantize.console import Reporter, duration
 from quantize.fingerprint import difference, fingerprint
 from quantize.machine import peak_memory_bytes, reset_peak_memory
@@ -60,7 +61,9 @@ def run(request: Request, reporter: Reporter) -> Outcome:
         records: dict[str, Record] = {}
         for stage in PIPELINE:
             records[stage.name] = _run_stage(stage, request, records, reporter, finished=finished)
-        if not finished:
+        if finished:
+            _check_unchanged(request, records)
+        else:
             _collect(request)
         _drop_weights(request)
         return Outcome(request.out, records, finished)
@@ -110,6 +113,22 @@ def _stale(stage: Stage, record: Record, identity: dict[str, object], request: R
         f"Either ask for the same again, or start over: choose another OUT, or remove {request.workspace}"
         + (f" and {request.out}." if request.out.exists() else ".")
     )
+
+
+def _check_unchanged(request: Request, records: dict[str, Record]) -> None:
+    """Refuses to call an OUT complete that was changed since: every file is there, shards are whole, the others' bytes agree.
+
+    The shards' values are not read again; `python -m assemble verify OUT --deep --source MODEL` does that.
+    """
+    made = {**records["assemble"].outputs, **records["card"].outputs}
+    shards = {shard.name for shard in Checkpoint.open(request.out).shards}
+    for name, digest in made.items():
+        path = request.out / name
+        if not path.is_file() or (name not in shards and sha256_file(path) != digest):
+            raise InputError(
+                f"{path} is not what this run made: it was changed or removed since. Look with: python -m assemble verify "
+                f"{request.out}. To make the checkpoint anew, remove it and give the same command."
+            )
 
 
 def _collect(request: Request) -> None:

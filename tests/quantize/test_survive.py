@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from assemble.errors import InputError
 from quantize.console import Reporter
 from quantize.runner import BusyError, Outcome, StaleRunError, run
 from quantize.stage import Request
@@ -108,6 +109,20 @@ def test_a_damaged_stage_is_made_again(tiny: Path, calibration: Path, quantized:
     outcome = run(Request(str(tiny), finished, loader.load("demo"), calibration=calibration, device="cpu"), Reporter())
     assert not outcome.already_complete
     assert_same_checkpoint(finished, quantized.out)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model-00001-of-00002.safetensors", "README.md"])
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_changed_out_is_not_called_complete(name: str, gone: bool, tiny: Path, calibration: Path, finished: Path) -> None:
+    path = finished / name
+    data = path.read_bytes()
+    path.unlink()
+    if not gone:
+        path.write_bytes(data[:-1] + b" ")
+        if name.endswith(".safetensors"):
+            path.write_bytes(data[:-1])
+    with pytest.raises(InputError, match=name):
+        run(Request(str(tiny), finished, loader.load("demo"), calibration=calibration, device="cpu"), Reporter())
 
 
 def test_two_runs_on_one_out(tiny: Path, calibration: Path, finished: Path) -> None:

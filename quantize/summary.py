@@ -1,5 +1,6 @@
 """What a finished run tells the user."""
 
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -38,7 +39,9 @@ def print_summary(outcome: Outcome, seconds: float, console: Console) -> None:
         table.add_row(FORMATS[kind], str(facts["counts"].get(kind, "")), str(entry["tensors"]), size(entry["bytes"]))
     console.print(table)
     head, verified = records["assemble"].facts["head_sha256"], records["verify"].facts
-    console.print(f"verified: {verified['rules']} rules, no errors, {len(verified['warnings'])} warnings", markup=False)
+    console.print(
+        f"verified: {verified['rules']} rules, no errors, {_count(len(verified['warnings']), 'warning')}", markup=False
+    )
     console.print(f"MTP head: {len(head)} tensors, identical to the source, byte for byte", markup=False)
     if not outcome.already_complete:
         peak = max(r.peak_memory_bytes for r in records.values())
@@ -48,7 +51,14 @@ def print_summary(outcome: Outcome, seconds: float, console: Console) -> None:
         f"check it again: python -m assemble verify {out} --deep --source {records['fetch'].facts['model']['root']}",
         markup=False,
     )
-    serve = '{"method":"mtp","num_speculative_tokens":2}'
-    console.print(
-        f"serve it: vllm serve {out} --language-model-only --kv-cache-dtype fp8 --speculative-config '{serve}'", markup=False
-    )
+    console.print(f"serve it: {_serve_command(out, text_only=facts['text_only'])}", markup=False)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")
+
+
+def _serve_command(out: Path, *, text_only: bool) -> str:
+    tower = "" if text_only else "--language-model-only "
+    speculative = '{"method":"mtp","num_speculative_tokens":2}'
+    return f"vllm serve {out} {tower}--kv-cache-dtype fp8 --speculative-config '{speculative}'"

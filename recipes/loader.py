@@ -78,6 +78,8 @@ def _explain(error: Any) -> str:
         *parents, key = [str(part) for part in error["loc"]]
         near = difflib.get_close_matches(key, _fields(parents), n=1, cutoff=0.5)
         return f"unknown key {where!r}" + (f", did you mean {near[0]!r}?" if near else "")
+    if error["type"] == "missing":
+        return f"key {where!r} is missing"
     return f"{where}: {error['msg'][0].lower()}{error['msg'][1:]} (found {error['input']!r})"
 
 

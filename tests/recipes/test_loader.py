@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from recipes.loader import DEFAULT, RecipeError, load, shipped_names
+from recipes.loader import DEFAULT, SHIPPED, RecipeError, load, shipped_names
 
 
 @pytest.mark.parametrize("name", shipped_names())
@@ -37,7 +37,7 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
         ("a: [", "is not valid YAML"),
         ("- a", "must be a mapping"),
         ("\xff", "must be a mapping"),
-        ("{}", "calibration: field required"),
+        ("{}", "key 'calibration' is missing"),
         ("{modelopt: {}, calibration: {dataset: x, num_samples: 1, sequence_length: 2}}", "modelopt"),
         ("{modelopt: {llama: x}, calibration: {dataset: x, num_samples: 1, sequence_length: 2}}", "modelopt.llama"),
         ("{modelopt: {qwen3_5: x}, calibration: {dataset: x, num_sample: 1}}", "did you mean 'num_samples'"),
@@ -64,3 +64,10 @@ def test_unknown_names(tmp_path: Path) -> None:
     (tmp_path / "latin.yaml").write_bytes(b"description: \xe9")
     with pytest.raises(RecipeError, match="cannot be read"):
         load(str(tmp_path / "latin.yaml"))
+
+
+def test_a_missing_key_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text((SHIPPED / "demo.yaml").read_text().replace("  num_samples: 16\n", ""))
+    with pytest.raises(RecipeError, match=r"key 'calibration\.num_samples' is missing$"):
+        load(str(path))

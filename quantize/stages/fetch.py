@@ -17,7 +17,7 @@ THREADS = 8
 
 
 def run(context: Context) -> Result:
-    """Makes the inputs local, looks at their numbers and hashes them; an unchanged file (size and time) keeps its hash."""
+    """Makes the inputs local, looks at their numbers and hashes them; an unchanged file (size and times) keeps its hash."""
     request = context.request
     model = fetch(request.model, request.revision)
     files = {f"model/{p.name}": p for p in _model_files(model.root)}
@@ -63,11 +63,12 @@ def _calibration_files(path: Path) -> dict[str, Path]:
 
 
 def _hash(files: Mapping[str, Path], known: Mapping[str, Any], checkpoint: Checkpoint, context: Context) -> dict[str, Any]:
-    """Size, time and SHA-256 of each file. A shard that is read for it is also looked at for NaN and infinity."""
+    """Size, times and SHA-256 of each file. A shard that is read for it is also looked at for NaN and infinity."""
     hashed: dict[str, Any] = {}
     for name, path in files.items():
         status = path.stat()
-        stamp = {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns}
+        # ctime too: a copy that keeps times (cp -p, rsync -t) sets mtime, and nothing but a change of the file sets ctime.
+        stamp = {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns, "ctime_ns": status.st_ctime_ns}
         entry = known.get(name, {})
         same = all(entry.get(key) == value for key, value in stamp.items())
         hashed[name] = stamp | {"sha256": entry["sha256"] if same else ""}

@@ -1,6 +1,7 @@
 """Nothing is lost: killed anywhere, interrupted, or out of disk, the next run finishes with the same bytes."""
 
 import fcntl
+import os
 import shutil
 import subprocess
 import sys
@@ -94,6 +95,21 @@ def test_another_source_is_refused_with_the_file(tiny: Path, calibration: Path, 
     chat.write_text(chat.read_text() + "{# changed #}")
     with pytest.raises(StaleRunError, match=r"inputs\.fetch\.model/chat_template\.jinja"):
         run(Request(str(other), finished, loader.load("demo"), calibration=calibration, device="cpu"), Reporter())
+
+
+def test_a_changed_source_with_its_old_time_is_noticed(tiny: Path, calibration: Path, finished: Path, tmp_path: Path) -> None:
+    other = tmp_path / "model"
+    shutil.copytree(tiny, other)
+    request = Request(str(other), finished, loader.load("demo"), calibration=calibration, device="cpu")
+    assert run(request, Reporter()).already_complete
+    shard = other / "model-00001-of-00002.safetensors"
+    times = shard.stat()
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    os.utime(shard, ns=(times.st_atime_ns, times.st_mtime_ns))
+    with pytest.raises(StaleRunError, match=r"inputs\.fetch\.model/model-00001-of-00002\.safetensors"):
+        run(request, Reporter())
 
 
 def test_a_moved_source_is_the_same_source(tiny: Path, calibration: Path, finished: Path, tmp_path: Path) -> None:

@@ -293,9 +293,15 @@ def source_tensor(module: str, names: Container[str]) -> str:
         module: A matrix of the decoder, such as `….mlp.experts.3.up_proj`.
         names: The tensor names that there are.
     """
-    own, container = f"{module}.weight", experts_container(module)
-    if own in names or container == module:
-        return own
+    own = f"{module}.weight"
+    return own if own in names else fused_experts(module) or own
+
+
+def fused_experts(module: str) -> str | None:
+    """The name of the 3-D tensor that holds a routed expert's projection where experts are fused; None for others."""
+    container = experts_container(module)
+    if container == module:
+        return None
     return f"{container}.{'down_proj' if module.endswith('.down_proj') else 'gate_up_proj'}"
 
 

@@ -1,13 +1,12 @@
 """How the commands end: 0 for success, 1 for a failed check or machine, 2 for bad input, 130 for Ctrl-C."""
 
 import contextlib
-import errno
 import sys
 from collections.abc import Iterator
 
 import typer
 
-from assemble.errors import InputError
+from assemble.errors import DISK_FULL, InputError
 from recipes.loader import RecipeError
 
 
@@ -30,7 +29,7 @@ def reported(*failed_checks: type[Exception], debug: bool) -> Iterator[None]:
     except MemoryError as error:
         _raise_or_end(error, "out of host memory. Finished stages are kept; the same command continues.", 1, debug=debug)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if error.errno in DISK_FULL:
             text = (
                 f"the disk is full ({error.strerror}). Free some space: the same command continues, finished stages are kept."
             )

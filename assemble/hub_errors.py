@@ -1,12 +1,9 @@
 """What the Hub's errors mean for the user, in one paragraph each. huggingface_hub's texts hold no token."""
 
 import contextlib
-import errno
 from collections.abc import Iterator
 
-from assemble.errors import InputError
-
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+from assemble.errors import DISK_FULL, InputError
 
 
 class HubError(InputError):
@@ -31,7 +28,7 @@ def hub_errors(reference: str, revision: str | None) -> Iterator[None]:
     except (errors.NotASafetensorsRepoError, errors.SafetensorsParsingError, errors.HFValidationError) as error:
         raise HubError(f"{reference}: {_first_line(error)}. Check the spelling, or give a local directory.") from error
     except (httpx.HTTPError, OSError) as error:
-        if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+        if isinstance(error, OSError) and error.errno in DISK_FULL:
             raise
         raise HubError(_meaning(error, reference, revision)) from error
 

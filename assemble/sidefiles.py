@@ -27,6 +27,8 @@ SIDE_FILES = (
     "processor_config.json",
     "LICENSE",
 )
+# Files that make vLLM take a checkpoint for another kind.
+MISLEADING = ("consolidated*.safetensors", "joint_head_config.json", "decision_config.json", "modules.json")
 
 
 class SideFileError(InputError):

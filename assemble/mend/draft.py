@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from assemble.architecture import Architecture, experts_container, fused_group, read_architecture
+from assemble.architecture import Architecture, experts_container, fused_experts, fused_group, read_architecture
 from assemble.checkpoint import Checkpoint, TensorInfo
 from assemble.formats import COMPANIONS, FP8, SCHEMES, W4A16_NVFP4
 from assemble.mend.found import Found
@@ -200,8 +200,8 @@ class Draft:
 def weight_names(module: str) -> Iterator[str]:
     """Where a module's weight may lie: under its own name, or in its layer's fused experts."""
     yield f"{module}.weight"
-    if match := EXPERT.fullmatch(module):
-        yield f"{match[1]}.{'down_proj' if match[3] == 'down_proj' else 'gate_up_proj'}"
+    if fused := fused_experts(module):
+        yield fused
 
 
 def plain_weight(module: str, stored: Mapping[str, Stored]) -> Stored | None:

@@ -11,10 +11,9 @@ from assemble.formats import COMPANIONS, FP8, W4A16_NVFP4
 from assemble.mend.draft import Draft, same_bytes, weight_names
 from assemble.mend.found import TWIN
 from assemble.mend.origins import Stored
-from assemble.sidefiles import TOKENIZER, side_files
+from assemble.sidefiles import MISLEADING, TOKENIZER, side_files
 from assemble.vision import vision_tensors
 
-MISLEADING = ("consolidated*.safetensors", "joint_head_config.json", "decision_config.json", "modules.json")
 KV_SCALES = (".k_scale", ".v_scale")
 MISNAMED = (
     ("model.language_model.mtp.", MTP_PREFIX),

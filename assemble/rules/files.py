@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from assemble.checkpoint import INDEX, Problem
 from assemble.rules.model import Detail, Mend, Served
 from assemble.rules.subject import Subject
+from assemble.sidefiles import MISLEADING
 
 SHARD_NAME = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
 
@@ -69,8 +70,7 @@ def pt_metadata(subject: Subject) -> Iterator[Detail]:
 
 def forbidden_files(subject: Subject) -> Iterator[Detail]:
     """IDX-5: no file is there that makes vLLM take the checkpoint for something else; one `*hf_quant_config.json` only."""
-    patterns = ("consolidated*.safetensors", "joint_head_config.json", "decision_config.json", "modules.json")
-    for path in sorted(p for pattern in patterns for p in subject.root.glob(pattern)):
+    for path in sorted(p for pattern in MISLEADING for p in subject.root.glob(pattern)):
         served = Served.SILENT if path.suffix == ".safetensors" else None  # only that file is read then
         yield Detail(path.name, "present", "absent", served=served)
     for path in sorted(subject.root.glob("*hf_quant_config.json")):

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from assemble.architecture import MTP_PREFIX
+from assemble.architecture import MTP_PREFIX, fused_experts
 from assemble.checkpoint import Checkpoint, TensorInfo
 from assemble.formats import COMPANIONS, NVFP4, SCHEMES, dequantize_fp8, dequantize_nvfp4
 from assemble.rules.model import Detail, Mend, Severity
@@ -135,13 +135,11 @@ def _source_place(source: Checkpoint, module: str) -> tuple[TensorInfo, int, int
     """Where the source has the module's weight: a tensor, its first row there, and the number of rows."""
     if tensor := source.tensors.get(f"{module}.weight"):
         return (tensor, 0, tensor.shape[0]) if len(tensor.shape) == 2 else None
-    container, found, rest = module.partition(f"{EXPERTS}.")
-    expert, _, projection = rest.partition(".")
-    leaf = "down_proj" if projection == "down_proj" else "gate_up_proj"
-    fused = source.tensors.get(f"{container}{EXPERTS}.{leaf}")
-    if not found or fused is None or len(fused.shape) != 3 or not expert.isdigit() or int(expert) >= fused.shape[0]:
+    expert, _, projection = module.partition(f"{EXPERTS}.")[2].partition(".")
+    fused = source.tensors.get(fused_experts(module) or "")
+    if fused is None or len(fused.shape) != 3 or not expert.isdigit() or int(expert) >= fused.shape[0]:
         return None
-    rows = fused.shape[1] if leaf == "down_proj" else fused.shape[1] // 2
+    rows = fused.shape[1] if projection == "down_proj" else fused.shape[1] // 2
     return fused, int(expert) * fused.shape[1] + (rows if projection == "up_proj" else 0), rows
 
 

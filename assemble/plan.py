@@ -177,15 +177,27 @@ def pack(groups: Iterable[list[TensorSpec]], max_bytes: int) -> list[list[Tensor
 
 def _number(quantized: list[list[TensorSpec]], plain: list[list[TensorSpec]]) -> tuple[PlannedShard, ...]:
     total = len(quantized) + len(plain)
-    return tuple(
-        PlannedShard(shard_name(i, total), tuple(sorted(tensors, key=file_order)), i <= len(quantized))
-        for i, tensors in enumerate([*quantized, *plain], 1)
-    )
+    ordered = [*map(scalars_last, quantized), *(tuple(sorted(tensors, key=file_order)) for tensors in plain)]
+    return tuple(PlannedShard(shard_name(i, total), t, i <= len(quantized)) for i, t in enumerate(ordered, 1))
 
 
 def shard_name(number: int, total: int) -> str:
     """The name of shard `number` (from 1) of `total`."""
     return f"model-{number:05d}-of-{total:05d}.safetensors"
+
+
+def scalars_last(tensors: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
+    """Quantized tensors in file order: matrices in the order in which they are made, then the scalars.
+
+    So a shard can be hashed while it is written: all scalars are known only at its end. Where the matrices' bytes would
+    leave the scalars unaligned (no real model's do), the scalars come first.
+    """
+    matrices: list[TensorSpec] = []
+    scalars: list[TensorSpec] = []
+    for tensor in tensors:
+        (matrices if DTYPE_BYTES[tensor.dtype] == 1 else scalars).append(tensor)
+    aligned = sum(t.nbytes for t in matrices) % DTYPE_BYTES["F32"] == 0
+    return tuple(matrices + scalars if aligned else scalars + matrices)
 
 
 def file_order(tensor: TensorSpec) -> tuple[int, list[tuple[int, int | str]]]:

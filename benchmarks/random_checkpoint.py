@@ -9,6 +9,7 @@ Its weights are normal with a standard deviation of 0.02; it has the tiny model'
 import argparse
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from quantize import demo
 SHAPES: dict[str, dict[str, int]] = {
     "0.3b": {"hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 8, "num_attention_heads": 8,
              "num_key_value_heads": 2, "linear_num_value_heads": 16, "vocab_size": 65536},
+    "1b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 16, "num_attention_heads": 8,
+           "num_key_value_heads": 2, "linear_num_value_heads": 32, "vocab_size": 32768},
     "9b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32, "num_attention_heads": 16,
            "num_key_value_heads": 4, "linear_num_value_heads": 32, "vocab_size": 248320},
     "27b": {"hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 64, "num_attention_heads": 24,
@@ -67,15 +70,18 @@ def write(out: Path, shape: str, layers: int | None, device: str) -> None:
         if sum(t.nbytes for t in parts[-1]) + spec.nbytes > SHARD_BYTES and parts[-1]:
             parts.append([])
         parts[-1].append(spec)
-    generator = torch.Generator(device).manual_seed(0)
-    weight_map: dict[str, str] = {}
-    for i, part in enumerate(parts, 1):
-        name = f"model-{i:05d}-of-{len(parts):05d}.safetensors"
-        weight_map |= dict.fromkeys((t.name for t in part), name)
-        with ShardWriter(out / name, part) as writer:
-            for t in part:
-                values = torch.randn(t.shape, generator=generator, device=device, dtype=torch.bfloat16) * 0.02
+    names = [f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
+    weight_map = {t.name: name for name, part in zip(names, parts, strict=True) for t in part}
+
+    def fill(number: int) -> None:
+        generator = torch.Generator(device).manual_seed(number)
+        with ShardWriter(out / names[number], parts[number]) as writer:
+            for t in parts[number]:
+                values = torch.randn(t.shape, generator=generator, device=device, dtype=torch.bfloat16).mul_(0.02)
                 writer.write(t.name, memoryview(values.cpu().reshape(-1).view(torch.uint8).numpy()))
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(fill, range(len(parts))))
     index = {"metadata": {"total_size": sum(t.nbytes for t in specs)}, "weight_map": weight_map}
     (out / INDEX).write_text(json.dumps(index))
     (out / "config.json").write_text(json.dumps(settings, indent=2))

@@ -4,14 +4,21 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import Protocol, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 PLAIN_INTERVAL = 15.0  # seconds between progress lines when stderr is not a terminal
+
+
+class Advance(Protocol):
+    """Takes in progress: units done since the last call, and a few words on where that is."""
+
+    def __call__(self, n: int, reached: str = "") -> None:
+        """Advances by `n` units."""
 
 
 class Reporter:
@@ -25,8 +32,11 @@ class Reporter:
         self._console.print(text, markup=False)
 
     @contextlib.contextmanager
-    def task(self, description: str, total: int) -> Iterator[Callable[[int], None]]:
-        """Shows progress of something with `total` units; yields a function that is called with each advance."""
+    def task(self, description: str, total: int) -> Iterator["Advance"]:
+        """Shows progress of something with `total` units; yields a function that is called with each advance.
+
+        The function also takes a few words that say what was reached.
+        """
         if self._console.is_terminal:
             columns = (
                 TextColumn("  {task.description}"),
@@ -40,7 +50,11 @@ class Reporter:
             bar = Progress(*columns, console=self._console, transient=True, redirect_stdout=False, redirect_stderr=False)
             with bar as progress:
                 task = progress.add_task(description, total=max(total, 1))
-                yield lambda n: progress.advance(task, n)
+
+                def advance(n: int, reached: str = "") -> None:
+                    progress.update(task, advance=n, description=f"{description} {reached}".rstrip())
+
+                yield advance
         else:
             yield _PlainTask(self, description, total).advance
 
@@ -51,14 +65,15 @@ class _PlainTask:
         self._done, self._started = 0, time.monotonic()
         self._last = self._started
 
-    def advance(self, n: int) -> None:
+    def advance(self, n: int, reached: str = "") -> None:
         self._done += n
         now = time.monotonic()
         if now - self._last >= PLAIN_INTERVAL and self._done:
             self._last = now
             left = (now - self._started) * (self._total - self._done) / self._done
             percent = 100 * self._done / self._total
-            self._reporter.line(f"  {self._description}: {percent:.0f} %, about {duration(left)} left")
+            what = f"{self._description} {reached}".rstrip()
+            self._reporter.line(f"  {what}: {percent:.0f} %, about {duration(left)} left")
 
 
 class _Log:

@@ -40,11 +40,6 @@ class ModelOptRecipe:
     method: str
     entries: tuple[Mapping[str, Any], ...]
 
-    @property
-    def needs_cuda(self) -> bool:
-        """Whether ModelOpt can run it on CUDA only: its static block-wise fake quantization is a Triton kernel."""
-        return self.method == "mse"
-
     def quantizer(self, name: str) -> Mapping[str, Any] | None:
         """The configuration of a Linear module's quantizer; None when it is disabled."""
         found: Mapping[str, Any] | None = None

@@ -1,45 +1,18 @@
-"""From a request to an assembly plan, and to what it will need. Headers and configs only; no torch; about a second."""
+"""From a request to an assembly plan. Headers and configs only; no torch; about a second."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from assemble.architecture import LM_HEAD, MTP_PREFIX, TEXT_CLASS, Architecture, experts_container, read_architecture
+from assemble.architecture import MTP_PREFIX, TEXT_CLASS, Architecture, experts_container, read_architecture
 from assemble.checkpoint import Checkpoint
 from assemble.errors import InputError
 from assemble.plan import AssemblyPlan, plan_assembly
 from assemble.sidefiles import check_side_files
-from quantize.console import size
-from quantize.experts import WEIGHTS_AT_ONCE
-from quantize.machine import GPU, available_memory_bytes, find_gpu, free_disk_bytes
+from quantize.budget import MachineError
 from quantize.modelopt_recipe import ModelOptRecipe, read_modelopt_recipe
 from quantize.provenance import package_version
 from quantize.stage import Request
 from recipes.schema import Recipe
-
-# Fitted to the runs in docs/measurements.md.
-PROCESS_BYTES = 750_000_000  # host memory of a process that imported torch, transformers and ModelOpt
-CUDA_PROCESS_BYTES = 3_000_000_000  # the same with a CUDA context
-EXPORT_BYTES_PER_WEIGHT = 14  # peak temporaries of ModelOpt's NVFP4 packing, a weight of the module being packed
-ACTIVATION_BYTES = 60  # peak of a forward pass, a token and hidden unit (transformers' torch path of Gated DeltaNet)
-DISK_MARGIN_BYTES = 50_000_000  # side files, headers, records
-
-
-class MachineError(InputError):
-    """A machine that cannot do what was asked."""
-
-
-@dataclass(frozen=True)
-class Needs:
-    """What the run needs against what is there, in bytes. `gpu` is None when it runs on the CPU."""
-
-    device: str
-    gpu: GPU | None
-    gpu_needed: int
-    memory_needed: int
-    memory_available: int
-    disk_needed: int
-    disk_available: int
 
 
 def build_plan(recipe: Recipe, source: Checkpoint, head: Checkpoint) -> AssemblyPlan:
@@ -80,99 +53,6 @@ def modelopt_table(recipe: Recipe, architecture: Architecture) -> ModelOptRecipe
         known = ", ".join(recipe.modelopt)
         raise InputError(f"the recipe names no ModelOpt recipe for {architecture.model_type} (it has: {known}).")
     return read_modelopt_recipe(name)
-
-
-def resolve_device(requested: str, table: ModelOptRecipe) -> tuple[str, GPU | None]:
-    """`cuda` when there is a GPU and the CPU was not asked for, else `cpu`.
-
-    Raises:
-        MachineError: a GPU asked for and absent; a recipe that ModelOpt runs on CUDA only, on the CPU.
-    """
-    cpu_build = (package_version("torch") or "").endswith("+cpu")
-    gpu = find_gpu() if requested != "cpu" and not cpu_build else None
-    if requested == "cuda" and cpu_build:
-        raise MachineError(
-            "--device cuda: the installed PyTorch is its CPU build. Install the CUDA build, or use --device cpu."
-        )
-    if requested == "cuda" and gpu is None:
-        raise MachineError(
-            "--device cuda: no NVIDIA GPU is visible here. Check nvidia-smi and CUDA_VISIBLE_DEVICES, or use cpu."
-        )
-    if gpu is None and table.needs_cuda:
-        raise MachineError(
-            f"ModelOpt runs its recipe {table.name} on CUDA only (its MSE sweep is a Triton kernel), and this run would use "
-            "the CPU. Use a machine with an NVIDIA GPU, or the recipe without _mse."
-        )
-    return ("cuda", gpu) if gpu else ("cpu", None)
-
-
-def estimate_needs(plan: AssemblyPlan, request: Request) -> Needs:
-    """Memory, estimated, and disk, exact but for side files."""
-    recipe = request.recipe.recipe
-    device, gpu = resolve_device(request.device, modelopt_table(recipe, plan.architecture))
-    working = _working_bytes(plan, recipe)
-    on_gpu = device == "cuda"
-    host = CUDA_PROCESS_BYTES + max(t.nbytes for t in plan.source.values()) if on_gpu else PROCESS_BYTES + working
-    there = sum(f.stat().st_size for place in (request.workspace, request.out) for f in place.rglob("*.safetensors"))
-    return Needs(
-        device,
-        gpu,
-        working if on_gpu else 0,
-        host,
-        available_memory_bytes(),
-        max(0, plan.nbytes + DISK_MARGIN_BYTES - there),
-        free_disk_bytes(request.out.absolute().parent),
-    )
-
-
-def body_bytes(plan: AssemblyPlan) -> int:
-    """Bytes of the source's tensors that a model holds: all but the MTP head."""
-    return sum(t.nbytes for n, t in plan.source.items() if not n.startswith(MTP_PREFIX))
-
-
-def _working_bytes(plan: AssemblyPlan, recipe: Recipe) -> int:
-    """Peak memory of the model's device.
-
-    Either the whole body and a forward pass or the packing of a decoder weight; or, at the end, when the decoder's
-    weights are released already, lm_head and its packing.
-    """
-    linear = {m: rows * columns for m, (rows, columns) in plan.architecture.linear_modules.items() if m in plan.schemes}
-    head = linear.pop(LM_HEAD, 0)
-    rows = min(recipe.calibration.batch_size, recipe.calibration.num_samples)
-    tokens = rows * recipe.calibration.sequence_length
-    forward = tokens * int(plan.architecture.text["hidden_size"]) * ACTIVATION_BYTES
-    body = body_bytes(plan)
-    left = body - 2 * sum(linear.values())
-    at_once = WEIGHTS_AT_ONCE if plan.architecture.moe else max(linear.values(), default=0)
-    packing, packing_head = (weights * EXPORT_BYTES_PER_WEIGHT for weights in (at_once, head))
-    return max(body + max(forward, packing), left + packing_head)
-
-
-def judge_needs(needs: Needs, weights: int) -> tuple[list[str], list[str]]:
-    """What is estimated not to fit (notes), and what cannot fit for certain (problems).
-
-    Args:
-        needs: The estimate.
-        weights: Bytes of the BF16 weights, which must be resident.
-
-    Returns:
-        Notes and problems, a sentence each.
-    """
-    notes, problems = [], []
-    if needs.disk_needed > needs.disk_available:
-        problems.append(
-            f"not enough disk: {size(needs.disk_needed)} are needed, {size(needs.disk_available)} are free where OUT goes. "
-            "Free some, or choose an OUT on another disk."
-        )
-    what, needed, there = "host memory", needs.memory_needed, needs.memory_available
-    if needs.gpu is not None:
-        what, needed, there = f"memory of {needs.gpu.name}", needs.gpu_needed, needs.gpu.free_bytes
-    if weights > there:
-        other = "--device cpu" if needs.gpu else "a machine with more memory"
-        problems.append(f"the BF16 weights take {size(weights)}, more than the {size(there)} free {what}. Use {other}.")
-    elif needed > there:
-        notes.append(f"the run is estimated to need {size(needed)} of {what}, {size(there)} are free: it may run out")
-    return notes, problems
 
 
 def check_paths(request: Request) -> None:

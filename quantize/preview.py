@@ -7,13 +7,16 @@ from rich.console import Console
 from rich.table import Table
 
 from assemble.plan import AssemblyPlan
+from quantize.budget import Needs, estimate_needs
 from quantize.console import size
-from quantize.planning import Needs, as_json, build_plan, check_paths, estimate_needs, sizes
+from quantize.planning import as_json, build_plan, check_paths, sizes
 from quantize.source import open_headers
 from quantize.stage import Request
 from quantize.stages.plan import examine
 
 FORMATS = {"W4A16_NVFP4": "NVFP4 W4A16", "FP8": "FP8 W8A8", "MTP head": "MTP head (BF16, copied)", "other": "copied as it is"}
+
+STORES = {"device": "on the GPU", "host": "in host memory", "disk": "in a file"}
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ def print_preview(shown: Preview, console: Console) -> None:
     share = plan.nbytes / source_bytes
     console.print(f"{size(source_bytes)} -> {size(plan.nbytes)} ({share:.0%}) in {len(plan.shards)} shards", markup=False)
     where = f"{needs.gpu.name} (sm_{needs.gpu.compute_capability.replace('.', '')})" if needs.gpu else "CPU"
-    console.print(f"device: {where}", markup=False)
+    console.print(f"device: {where}; hidden states between layers: {STORES[needs.activations]}", markup=False)
     if needs.gpu:
         console.print(f"GPU memory: about {size(needs.gpu_needed)}, {size(needs.gpu.free_bytes)} free", markup=False)
     console.print(f"host memory: about {size(needs.memory_needed)}, {size(needs.memory_available)} available", markup=False)

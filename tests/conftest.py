@@ -8,6 +8,7 @@ import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that wants the (loopback) Hub takes this back
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are tiny: threads that wait for each other cost more than they give
 
 from quantize import demo
 from quantize.console import Reporter

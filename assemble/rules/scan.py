@@ -172,6 +172,11 @@ def _look(facts: Facts, part: _Part, view: Bytes) -> None:
         facts.sample.update(view[: view.size // 64 * 64].reshape(-1, 64)[::1024].tobytes())
 
 
+def holds_special(data: bytes, dtype: str) -> bool:
+    """Whether some element of a tensor's bytes is NaN or infinite; False for a dtype that has neither."""
+    return dtype in _SPECIAL and len(data) > 0 and _has_special(np.frombuffer(data, np.uint8), dtype)
+
+
 def _has_special(view: Bytes, dtype: str) -> bool:
     kind, mask = _SPECIAL[dtype]
     values = view[: view.size // DTYPE_BYTES[dtype] * DTYPE_BYTES[dtype]].view(kind)

@@ -1,4 +1,4 @@
-"""assemble: quantized shards, the source's other tensors, the MTP head, configs and side files become a checkpoint."""
+"""assemble: shards, configs, index and side files become a checkpoint."""
 
 import shutil
 from pathlib import Path
@@ -8,7 +8,7 @@ from assemble.config import complete_config, hf_quant_config, ignore_list, quant
 from assemble.jsonfile import write_object
 from assemble.plan import AssemblyPlan
 from assemble.sidefiles import side_files
-from assemble.writer import copy_shard, link_file, sha256_file, sha256_tensor, sync_directory, write_index
+from assemble.writer import link_file, sha256_file, sha256_tensor, sync_directory, write_index
 from quantize.stage import Context, Result
 from quantize.stages.plan import planned
 
@@ -21,10 +21,6 @@ def run(context: Context) -> Result:
     known = dict(quantized.outputs)
     for name in quantized.outputs:
         link_file(context.directory_of("quantize") / name, directory / name)
-    copied = [shard for shard in plan.shards if not shard.quantized]
-    with context.reporter.task("copy", sum(s.nbytes for s in copied)) as progress:
-        for shard in copied:
-            known[shard.name] = copy_shard(plan, shard, directory, progress)
     for name in side_files(plan.source.root):
         shutil.copyfile(plan.source.root / name, directory / name)
     modelopt = str(quantized.provenance["packages"]["nvidia-modelopt"])

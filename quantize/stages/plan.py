@@ -5,17 +5,8 @@ from assemble.jsonfile import write_object
 from assemble.plan import AssemblyPlan
 from assemble.writer import sha256_file
 from quantize import calibration
-from quantize.planning import (
-    MachineError,
-    as_json,
-    body_bytes,
-    build_plan,
-    estimate_needs,
-    judge_needs,
-    plan_notes,
-    sizes,
-    versions_note,
-)
+from quantize.budget import MachineError, estimate_needs, judge_needs
+from quantize.planning import as_json, build_plan, plan_notes, sizes, versions_note
 from quantize.stage import Context, Record, Request, Result
 from quantize.stages import fetch
 
@@ -31,6 +22,7 @@ def run(context: Context) -> Result:
         raise MachineError(problems[0])
     write_object(context.directory / FILE, as_json(plan))
     _, changes = complete_config(source.config, plan.architecture)
+    needs = estimate_needs(plan, context.request)
     facts = {
         "counts": plan.counts,
         "total_size": plan.nbytes,
@@ -39,7 +31,9 @@ def run(context: Context) -> Result:
         "config_changes": changes,
         "model_type": plan.architecture.model_type,
         "text_only": not plan.architecture.wrapped,
-        "device": estimate_needs(plan, context.request).device,
+        "device": needs.device,
+        "activations": needs.activations,
+        "predicted": {"gpu_bytes": needs.gpu_needed, "memory_bytes": needs.memory_needed},
     }
     return Result({FILE: sha256_file(context.directory / FILE)}, facts)
 
@@ -71,5 +65,5 @@ def examine(plan: AssemblyPlan, request: Request, *, reach: bool) -> tuple[list[
         calibration.check_path(request.calibration, settings)
     elif reach and (note := calibration.check_reachable(settings)):
         notes.append(note)
-    more, problems = judge_needs(estimate_needs(plan, request), body_bytes(plan))
+    more, problems = judge_needs(estimate_needs(plan, request))
     return notes + more, problems

@@ -59,5 +59,7 @@ if __name__ == "__main__":
     for call in ("replace", "rename", "link", "unlink"):
         watch(call, of_target)
     from quantize.__main__ import app
+    from quantize.streaming import engine
 
+    engine.SAVE_SECONDS = 0  # hidden states are saved behind every layer
     app(sys.argv[4:], prog_name="quantize")

@@ -1,0 +1,85 @@
+"""The hidden states on their way through the decoder, and the measurement of what FP8 modules see."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from quantize.streaming.activations import Activations
+from quantize.streaming.decoder import Decoder
+from quantize.streaming.ranks import Ranks
+
+
+class Calibration:
+    """Runs decoder layers on all calibration rows.
+
+    Args:
+        decoder: Of the checkpoint.
+        states: The hidden states before the first layer that will be run.
+        ranks: The processes that share the rows.
+    """
+
+    def __init__(self, decoder: Decoder, states: Activations, ranks: Ranks) -> None:
+        self._decoder, self.states, self._ranks = decoder, states, ranks
+        self.layers_run = 0
+
+    def run(self, layer: int, tensors: Mapping[str, Tensor], measured: set[str]) -> dict[str, float]:
+        """Runs a layer on all rows.
+
+        Args:
+            layer: Its number.
+            tensors: Its weights, by their names inside the layer.
+            measured: The modules inside the layer whose inputs are measured.
+
+        Returns:
+            Module -> the largest magnitude of its input, over all rows of all ranks; 0 when it saw nothing.
+        """
+        module = self._decoder.layer(layer, tensors)
+        modules = {name: part for name, part in module.named_modules() if name in measured}
+        with _InputAmax(modules, self._decoder.device) as amax:
+            for hidden, part in self.states.batches():
+                self.states.put(part, self._decoder.forward(module, hidden))
+        self.layers_run += 1
+        names = sorted(modules)
+        return dict(zip(names, self._ranks.largest([amax.value(name) for name in names]), strict=True))
+
+
+class _InputAmax:
+    """Measures the largest magnitude of the inputs of some modules while it is entered."""
+
+    def __init__(self, modules: Mapping[str, nn.Module], device: torch.device) -> None:
+        self._modules = modules
+        self._largest = {name: torch.zeros((), dtype=torch.bfloat16, device=device) for name in modules}
+        self._last: tuple[Tensor, Tensor] | None = None
+
+    def __enter__(self) -> "_InputAmax":
+        self._hooks = [module.register_forward_pre_hook(self._hook(name)) for name, module in self._modules.items()]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._last = None
+
+    def value(self, name: str) -> float:
+        """0 for a module that saw nothing."""
+        return float(self._largest[name])
+
+    def _hook(self, name: str) -> Any:
+        largest = self._largest[name]
+
+        def measure(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            if self._last is None or self._last[0] is not inputs[0]:  # q, k and v are given the same tensor
+                self._last = inputs[0], inputs[0].abs().amax()
+            torch.maximum(largest, self._last[1], out=largest)
+
+        return measure
+
+
+def own_rows(rows: npt.NDArray[np.int32], batch_size: int, ranks: Ranks) -> npt.NDArray[np.int32]:
+    """This rank's share of the rows [rows, T]."""
+    batches = [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)][ranks.rank :: ranks.size]
+    return np.concatenate(batches) if batches else rows[:0]

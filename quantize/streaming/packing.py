@@ -1,0 +1,124 @@
+"""Packs BF16 weights to NVFP4 and FP8 with the bytes that ModelOpt's exporter gives.
+
+NVFP4 (see `assemble.formats` for the layout): a tensor scale is `amax / (6 * 448)`; each block of 16 weights has a scale in
+E4M3, relative to the tensor scale; a weight becomes the nearest E2M1 code of what is left, ties to the even code.
+The `max` recipe takes a block's scale from its largest weight, the `mse` recipe from `quantize.streaming.sweep`.
+
+FP8: one scale a tensor, `amax / 448`; the quotient is rounded to BF16 first, as ModelOpt's division leaves it, then to E4M3.
+
+ModelOpt's own functions (modelopt 0.47 torch/quantization/qtensor/nvfp4_tensor.py `NVFP4QTensor`, torch/export/quant_utils.py
+`to_quantized_weight`) do the same steps over whole tensors, with 14 bytes of temporaries a weight. Here they go over a few
+rows at a time, which stay in the processor's cache; tests hold the bytes against ModelOpt's.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from assemble.formats import BLOCK
+from quantize.streaming.e2m1 import E2M1_MAX, E4M3_MAX, packed_codes
+from quantize.streaming.spreading import for_each
+from quantize.streaming.sweep import best_block_amax
+
+E4M3_MIN = 2.0**-9  # ModelOpt lets no block scale be smaller, so none is zero
+WEIGHTS_AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 24}
+TEMPORARY_BYTES = 24  # a weight that is being packed
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A stack of S packed matrices [N, K].
+
+    Attributes:
+        weight: uint8 [S, N, K/2], two E2M1 codes a byte, the even column in the low four bits.
+        weight_scale: float8_e4m3fn [S, N, K/16].
+        weight_scale_2: float32 [S].
+    """
+
+    weight: Tensor
+    weight_scale: Tensor
+    weight_scale_2: Tensor
+
+
+def amax(weight: Tensor) -> Tensor:
+    """The largest magnitude of each matrix of a BF16 stack [S, N, K]: float32 [S], NaN where there is one.
+
+    BF16 numbers of one sign order by magnitude as 16-bit integers do, so no temporaries in float32 are needed: the largest
+    positive is the largest integer, and with the sign bit flipped the most negative number is.
+    """
+    bits = weight.view(torch.int16)
+    largest = torch.maximum(bits.amax(dim=(1, 2)), (bits ^ -0x8000).amax(dim=(1, 2)))
+    return largest.view(torch.bfloat16).float()
+
+
+def pack_nvfp4(weight: Tensor, tensor_amax: Tensor, method: str) -> Packed:
+    """Packs a BF16 stack [S, N, K].
+
+    Args:
+        weight: Contiguous.
+        tensor_amax: float32 [S], positive: the largest magnitude, of the whole group where vLLM fuses several modules.
+        method: `max` or `mse`.
+    """
+    stack, rows, columns = weight.shape
+    made = Packed(
+        torch.empty((stack, rows, columns // 2), dtype=torch.uint8, device=weight.device),
+        torch.empty((stack, rows, columns // BLOCK), dtype=torch.float8_e4m3fn, device=weight.device),
+        tensor_amax / (E2M1_MAX * E4M3_MAX),
+    )
+    flat, scales, codes = (t.view(stack * rows, -1) for t in (weight, made.weight_scale, made.weight))
+    swept = best_block_amax(weight, tensor_amax).view(stack * rows, -1) if method == "mse" else None
+
+    def pack(part: slice) -> None:
+        matrix = torch.arange(part.start, part.stop, device=weight.device) // rows
+        row_scale = made.weight_scale_2[matrix].unsqueeze(1)  # [R, 1]
+        blocks = flat[part].view(part.stop - part.start, -1, BLOCK)
+        if swept is None:
+            scales[part] = _largest_scale(blocks, row_scale)
+        else:
+            scales[part] = _static_scale(swept[part], tensor_amax[matrix].unsqueeze(1))
+        codes[part] = packed_codes(blocks / (scales[part].float() * row_scale).unsqueeze(-1))
+
+    for_each(pack, _parts(flat), weight.device)
+    return made
+
+
+def pack_fp8(weight: Tensor, tensor_amax: Tensor) -> tuple[Tensor, Tensor]:
+    """Packs a BF16 matrix [N, K] whose largest magnitude is `tensor_amax`, float32 [].
+
+    Returns:
+        `weight` float8_e4m3fn [N, K] and `weight_scale` float32 [].
+    """
+    scale = tensor_amax / E4M3_MAX
+    made = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
+
+    def pack(part: slice) -> None:
+        made[part] = (weight[part] / scale).to(torch.float8_e4m3fn)
+
+    for_each(pack, _parts(weight), weight.device)
+    return made, scale
+
+
+def _parts(flat: Tensor) -> Iterator[slice]:
+    step = max(1, WEIGHTS_AT_ONCE[flat.device.type] // flat.shape[1])
+    for start in range(0, flat.shape[0], step):
+        yield slice(start, min(start + step, flat.shape[0]))
+
+
+def _largest_scale(blocks: Tensor, row_scale: Tensor) -> Tensor:
+    """Each block's scale from its largest weight, E4M3 [R, K/16]. The bits of a BF16 magnitude order as integers do."""
+    block_amax = (blocks.view(torch.int16) & 0x7FFF).amax(dim=-1).view(torch.bfloat16).float()
+    return _as_e4m3(block_amax / (E2M1_MAX * row_scale))
+
+
+def _static_scale(block_amax: Tensor, tensor_amax: Tensor) -> Tensor:
+    """The scale that a block's swept amax stands for. Source: `get_weights_scaling_factor_from_quantizer`, static path."""
+    scale = block_amax / E2M1_MAX
+    scale[scale == 0] = 1.0
+    return _as_e4m3(scale * E4M3_MAX / (tensor_amax / E2M1_MAX))
+
+
+def _as_e4m3(scale: Tensor) -> Tensor:
+    scale[scale == 0] = 1.0
+    return scale.clamp(min=E4M3_MIN, max=E4M3_MAX).to(torch.float8_e4m3fn)

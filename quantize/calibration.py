@@ -205,7 +205,9 @@ def pack_rows(
     used = 0
     for i in np.random.default_rng(settings.seed).permutation(len(documents)):
         before = len(tokens)
-        tokens += _tokenize(documents[int(i)], tokenizer, int(i) + 1)
+        tokens += document_ids(documents[int(i)], tokenizer, int(i) + 1)
+        if tokenizer.eos_token_id is not None:
+            tokens.append(tokenizer.eos_token_id)
         used += 1
         if progress:
             progress(min(wanted, len(tokens)) - min(wanted, before))
@@ -217,15 +219,24 @@ def pack_rows(
     )
 
 
-def _tokenize(document: Any, tokenizer: Any, number: int) -> list[int]:
+def document_ids(document: Any, tokenizer: Any, number: int) -> list[int]:
+    """The token ids of a document: text, or a list of messages through the model's chat template; no end-of-text token.
+
+    Args:
+        document: One value of the column.
+        tokenizer: The model's.
+        number: Which row of the data it is, for messages.
+
+    Raises:
+        CalibrationError: neither text nor messages.
+    """
     text = _render(document, tokenizer, number) if isinstance(document, list) else document
     if not isinstance(text, str):
         raise CalibrationError(
             f"row {number} of the calibration data holds {document!r:.40}, expected text or a list of messages. "
             "Remove the row, or name another column in the recipe."
         )
-    ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    return ids if tokenizer.eos_token_id is None else [*ids, tokenizer.eos_token_id]
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _render(messages: list[Any], tokenizer: Any, number: int) -> Any:

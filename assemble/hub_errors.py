@@ -11,8 +11,13 @@ class HubError(InputError):
 
 
 @contextlib.contextmanager
-def hub_errors(reference: str, revision: str | None) -> Iterator[None]:
+def hub_errors(reference: str, revision: str | None, *, writing: bool = False) -> Iterator[None]:
     """Turns the errors of huggingface_hub and of the connection into `HubError`.
+
+    Args:
+        reference: The repository.
+        revision: The revision that is asked for.
+        writing: Whether it is uploaded to, and not read from.
 
     Raises:
         HubError: what went wrong, and what to do.
@@ -30,7 +35,28 @@ def hub_errors(reference: str, revision: str | None) -> Iterator[None]:
     except (httpx.HTTPError, OSError) as error:
         if isinstance(error, OSError) and error.errno in DISK_FULL:
             raise
-        raise HubError(_meaning(error, reference, revision)) from error
+        raise HubError(
+            (_refused_upload(error, reference) if writing else None) or _meaning(error, reference, revision)
+        ) from error
+
+
+def _refused_upload(error: Exception, reference: str) -> str | None:
+    """What an error means that ended an upload; None where it means the same as in a download."""
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.HfHubHTTPError):
+        status = error.response.status_code
+        if status == 403:
+            said = error.server_message or "no reason given"
+            return f"the Hub does not let you write to {reference} ({said.rstrip('. ')}). With another token: hf auth login"
+        if status in (401, 404):
+            return None
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename} cannot be read: {error.strerror}."
+    return (
+        f"the Hub did not take all of {reference}: {_first_line(error)}. Give the same command again: what arrived is not sent "
+        "a second time."
+    )
 
 
 def _meaning(error: Exception, reference: str, revision: str | None) -> str:

@@ -2,7 +2,13 @@
 
 
 class CheckFailedError(RuntimeError):
-    """A check of the pipeline failed; nothing was released."""
+    """A check of the pipeline failed; nothing was released.
+
+    Attributes:
+        summary: What failed in a sentence for the model card: without paths, host names or times.
+    """
+
+    summary: str = ""
 
 
 class OutOfGPUMemoryError(CheckFailedError):

@@ -1,12 +1,45 @@
-"""The pipeline: the stages, in order. Each is data and one function; `runner.py` runs them."""
+"""The pipeline: the stages, in order. Each is data and one function; `runner.py` runs them.
 
-from quantize.stage import Stage
-from quantize.stages import assemble, calibrate, card, fetch, plan, quantize, verify
+evaluate, smoke and publish are optional: a checkpoint is complete without them, and its card says so.
+"""
+
+from typing import Any
+
+from assemble.errors import InputError
+from assemble.writer import sha256_file
+from quantize.stage import Request, Stage
+from quantize.stages import assemble, calibrate, card, evaluate, fetch, plan, publish, quantize, smoke, verify
 from recipes.schema import Recipe
 
 
 def _nothing(_recipe: Recipe) -> dict[str, object]:
     return {}
+
+
+def _exact(value: Any) -> Any:
+    """The value with each float as its shortest text, which is exact: a fingerprint takes no floats."""
+    if isinstance(value, float):
+        return repr(value)
+    if isinstance(value, dict):
+        return {key: _exact(inner) for key, inner in value.items()}
+    return [_exact(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _evaluation_asked(request: Request) -> dict[str, Any]:
+    """The content of the user's own text to evaluate on.
+
+    Raises:
+        InputError: it is not there.
+    """
+    path = request.evaluation_data
+    if path is None:
+        return {}
+    if not path.exists():
+        raise InputError(
+            f"--evaluation-data {path} does not exist. Give a .jsonl, a .parquet, or a folder saved by `datasets`."
+        )
+    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+    return {"data": {p.name if p == path else str(p.relative_to(path)): sha256_file(p) for p in files}}
 
 
 PIPELINE = (
@@ -24,18 +57,66 @@ PIPELINE = (
     ),
     Stage(
         "quantize",
-        1,
+        2,
         ("fetch", "plan", "calibrate"),
         lambda r: {"calibration": {"batch_size": r.calibration.batch_size}},
         quantize.run,
+        resumes=True,
     ),
-    Stage("assemble", 1, ("fetch", "plan", "quantize"), _nothing, assemble.run),
+    Stage("assemble", 2, ("fetch", "plan", "quantize"), _nothing, assemble.run),
     Stage("verify", 1, ("fetch", "assemble"), _nothing, verify.run),
     Stage(
-        "card",
+        "evaluate",
         1,
+        ("fetch", "assemble"),
+        lambda r: {"evaluation": _exact(r.evaluation.model_dump(mode="json"))},
+        evaluate.run,
+        wanted=lambda request: request.evaluate,
+        asked=_evaluation_asked,
+        check=evaluate.check,
+    ),
+    Stage(
+        "smoke",
+        1,
+        ("assemble",),
+        lambda r: {"smoke": _exact(r.smoke.model_dump(mode="json"))},
+        smoke.run,
+        wanted=lambda request: request.smoke is not None,
+        asked=lambda request: _evaluation_asked(request) | (request.smoke.identity if request.smoke else {}),
+        uses=("evaluate",),
+        renewed=True,
+        check=smoke.check,
+    ),
+    Stage(
+        "card",
+        2,
         ("fetch", "plan", "calibrate", "quantize", "assemble", "verify"),
-        lambda r: {"recipe": r.model_dump(mode="json")},
+        lambda r: {"recipe": _exact(r.model_dump(mode="json"))},
         card.run,
+        uses=("evaluate", "smoke"),
+        renewed=True,
+    ),
+    Stage(
+        "publish",
+        1,
+        ("assemble", "card"),
+        _nothing,
+        publish.run,
+        always=True,
+        wanted=lambda request: request.push is not None,
+        released=True,
+        check=publish.check,
     ),
 )
+
+
+def check(request: Request) -> list[str]:
+    """Asks every stage that is wanted what it can refuse before any work.
+
+    Returns:
+        What is worth knowing, a sentence each.
+
+    Raises:
+        InputError: what would fail later.
+    """
+    return [note for stage in PIPELINE if stage.wanted(request) for note in stage.check(request)]

@@ -1,30 +1,34 @@
 """Runs the stages: skips what is done, refuses what changed, and lets OUT appear in one rename.
 
 While a run works, everything lies in `OUT.run/`, one folder a stage. A stage is finished when its `stage.json` is there;
-it is written last. A run that is killed is continued by the same command. When all stages are finished, the checkpoint
-is collected by hard links and renamed to OUT, and the weights are dropped from `OUT.run/`; the records stay there.
+it is written last. A run that is killed is continued by the same command. When the checkpoint is complete, it appears as
+OUT (`release.py`), and the weights are dropped from `OUT.run/`; the records stay there.
+
+An optional stage runs when it is asked for, before or after OUT is there; OUT's card is renewed then. Its record is kept,
+and counts for the card whenever it is one of this checkpoint; so does `failed.json`, what it says when it did not pass.
 """
 
 import contextlib
 import fcntl
 import shutil
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from assemble.checkpoint import Checkpoint
 from assemble.errors import InputError
-from assemble.writer import link_file, sha256_file, sync_directory
+from assemble.jsonfile import read_object, write_object
+from quantize import release
 from quantize.console import Reporter, duration
+from quantize.errors import CheckFailedError
 from quantize.fingerprint import difference, fingerprint
+from quantize.libraries import wait_until_imported
 from quantize.machine import peak_memory_bytes, reset_peak_memory
-from quantize.pipeline import PIPELINE
+from quantize.pipeline import PIPELINE, check
 from quantize.planning import check_paths
 from quantize.provenance import provenance
-from quantize.stage import Context, Record, Request, Stage, read_record
-
-COLLECTED = "collected"
+from quantize.stage import FAILED, STARTED, Context, Record, Request, Stage, read_record
 
 
 class StaleRunError(InputError):
@@ -49,110 +53,145 @@ def run(request: Request, reporter: Reporter) -> Outcome:
 
     Raises:
         InputError: whatever is the input's fault; nothing at OUT then.
+        CheckFailedError: a check failed. Before OUT is there, it does not appear; later, it stays as it is.
     """
     check_paths(request)
     request.workspace.mkdir(parents=True, exist_ok=True)
     with _locked(request):
+        for note in check(request):
+            reporter.line(f"note: {note}")
+        release.recover(request)
         finished = request.out.exists()
-        if finished and read_record(request.workspace / PIPELINE[-1].name) is None:
-            raise InputError(
-                f"OUT {request.out} already exists, and the run in {request.workspace} is not finished. Move one away."
-            )
-        records: dict[str, Record] = {}
-        for stage in PIPELINE:
-            records[stage.name] = _run_stage(stage, request, records, reporter, finished=finished)
         if finished:
-            _check_unchanged(request, records)
+            release.check_unchanged(request)
+        state = _Run(request, reporter, finished)
+        for stage in PIPELINE:
+            if not stage.released:
+                state.take(stage)
+        renewed = finished and release.renew_card(request)
+        if not finished:
+            release.release(request)
+        if renewed:
+            reporter.line(f"the model card in {request.out} was renewed")
+        state.finished = True
+        release.drop_weights(request)
+        for stage in PIPELINE:
+            if stage.released:
+                state.take(stage)
+        return Outcome(request.out, state.records, finished and not renewed)
+
+
+@dataclass
+class _Run:
+    """One run's state: what is asked for, whether OUT is there, and the records and failures so far."""
+
+    request: Request
+    reporter: Reporter
+    finished: bool
+    records: dict[str, Record] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+
+    def take(self, stage: Stage) -> None:
+        """Takes in a stage's record: the one that is there, or a new one."""
+        directory = self.request.workspace / stage.name
+        record = read_record(directory)
+        identity = stage.identity(self.request, self.records, self.failures)
+        if not stage.wanted(self.request):
+            self._take_earlier(stage, record, identity)
+        elif record is not None and not stage.always and self._still_good(stage, record, identity):
+            self.reporter.line(f"{stage.name}: done before, kept")
+            self.records[stage.name] = record
+            self._take_failure(stage, directory, identity)
         else:
-            _collect(request)
-        _drop_weights(request)
-        return Outcome(request.out, records, finished)
+            self.records[stage.name] = self._made(stage, record, identity)
 
-
-def _run_stage(stage: Stage, request: Request, records: dict[str, Record], reporter: Reporter, *, finished: bool) -> Record:
-    directory = request.workspace / stage.name
-    record = read_record(directory)
-    identity = stage.identity(request.recipe.recipe, records)
-    if record is not None and not stage.always:
+    def _still_good(self, stage: Stage, record: Record, identity: Mapping[str, Any]) -> bool:
         if record.identity != identity:
-            raise StaleRunError(_stale(stage, record, identity, request))
-        if finished or all((directory / name).is_file() for name in record.outputs):
-            reporter.line(f"{stage.name}: done before, kept")
-            return record
-    if stage.always:
-        directory.mkdir(exist_ok=True)
-    else:
+            if stage.renewed:
+                return False
+            raise StaleRunError(_stale(stage, record, identity, self.request))
+        dropped = self.finished and not stage.optional  # OUT has what the run's folder has not
+        return dropped or all((self.request.workspace / stage.name / name).is_file() for name in record.outputs)
+
+    def _take_earlier(self, stage: Stage, record: Record | None, identity: Mapping[str, Any]) -> None:
+        """An optional stage that is not asked for: what an earlier run found out about this checkpoint still counts."""
+        directory = self.request.workspace / stage.name
+        if record is not None and not stage.released:
+            if _of_checkpoint(record.identity) == _of_checkpoint(identity):
+                self.reporter.line(f"{stage.name}: done before, kept")
+                self.records[stage.name] = record
+            else:
+                self.reporter.line(f"{stage.name}: recorded for other settings, not in the card (--{stage.name} does it anew)")
+        self._take_failure(stage, directory, identity)
+
+    def _take_failure(self, stage: Stage, directory: Path, identity: Mapping[str, Any]) -> None:
+        if stage.optional and not stage.released and (directory / FAILED).is_file():
+            failed = read_object(directory / FAILED)
+            if _of_checkpoint(failed["identity"]) == _of_checkpoint(identity):
+                self.failures[stage.name] = failed["summary"]
+
+    def _made(self, stage: Stage, record: Record | None, identity: Mapping[str, Any]) -> Record:
+        directory = self.request.workspace / stage.name
+        _prepare(stage, directory, identity)
+        checkpoint = self.request.out if self.finished else self.request.workspace / "assemble"
+        context = Context(
+            self.request,
+            directory,
+            dict(self.records),
+            record,
+            self.reporter,
+            fingerprint(identity),
+            checkpoint,
+            dict(self.failures),
+        )
+        reset_peak_memory()
+        started = time.monotonic()
+        try:
+            if not stage.always:
+                wait_until_imported()
+            result = stage.run(context)
+        except CheckFailedError as error:
+            if stage.optional:
+                write_object(directory / FAILED, {"identity": identity, "summary": error.summary, "text": str(error)})
+            raise
+        seconds = round(time.monotonic() - started, 3)
+        outputs, facts, peak = dict(result.outputs), dict(result.facts), peak_memory_bytes()
+        new = Record(stage.name, stage.version, context.fingerprint, identity, outputs, facts, provenance(), seconds, peak)
+        new.save(directory)
+        (directory / FAILED).unlink(missing_ok=True)
+        self.reporter.line(f"{stage.name}: done in {duration(seconds)}")
+        return new
+
+
+def _of_checkpoint(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """What of an identity says which checkpoint, under which settings of the recipe; not with what it was looked at."""
+    return {key: value for key, value in identity.items() if key not in ("asked", "used", "failed")}
+
+
+def _prepare(stage: Stage, directory: Path, identity: Mapping[str, Any]) -> None:
+    """Makes the stage's folder: empty, unless the stage goes on from what is there."""
+    started = directory / STARTED
+    same = stage.resumes and started.is_file() and read_object(started) == identity
+    if not (stage.always or stage.renewed or same):
         shutil.rmtree(directory, ignore_errors=True)
-        directory.mkdir()
-    reset_peak_memory()
-    started = time.monotonic()
-    result = stage.run(Context(request, directory, {name: records[name] for name in records}, record, reporter))
-    seconds = round(time.monotonic() - started, 3)
-    facts = dict(result.facts)
-    new = Record(
-        stage.name,
-        stage.version,
-        fingerprint(identity),
-        identity,
-        dict(result.outputs),
-        facts,
-        provenance(),
-        seconds,
-        peak_memory_bytes(),
-    )
-    new.save(directory)
-    reporter.line(f"{stage.name}: done in {duration(seconds)}")
-    return new
+    directory.mkdir(exist_ok=True)
+    if stage.resumes:
+        write_object(started, identity)
 
 
-def _stale(stage: Stage, record: Record, identity: dict[str, object], request: Request) -> str:
+def _stale(stage: Stage, record: Record, identity: Mapping[str, Any], request: Request) -> str:
     changes = list(difference(record.identity, identity))
     shown = "\n  ".join(changes[:12] + ([f"and {len(changes) - 12} more"] if len(changes) > 12 else []))
+    if stage.optional:
+        return (
+            f"{request.workspace / stage.name} holds a record that was made with other inputs:\n  {shown}\n"
+            f"Either ask for the same again, or remove {request.workspace / stage.name} to do it anew."
+        )
     return (
         f"{request.workspace} holds a run of something else; its stage {stage.name!r} was made with other inputs:\n  {shown}\n"
         f"Either ask for the same again, or start over: choose another OUT, or remove {request.workspace}"
         + (f" and {request.out}." if request.out.exists() else ".")
     )
-
-
-def _check_unchanged(request: Request, records: dict[str, Record]) -> None:
-    """Refuses to call an OUT complete that was changed since: every file is there, shards are whole, the others' bytes agree.
-
-    The shards' values are not read again; `python -m assemble verify OUT --deep --source MODEL` does that.
-    """
-    made = {**records["assemble"].outputs, **records["card"].outputs}
-    shards = {shard.name for shard in Checkpoint.open(request.out).shards}
-    for name, digest in made.items():
-        path = request.out / name
-        if not path.is_file() or (name not in shards and sha256_file(path) != digest):
-            raise InputError(
-                f"{path} is not what this run made: it was changed or removed since. Look with: python -m assemble verify "
-                f"{request.out}. To make the checkpoint anew, remove it and give the same command."
-            )
-
-
-def _collect(request: Request) -> None:
-    """Hard links the checkpoint's files into one folder and renames it to OUT."""
-    collected = request.workspace / COLLECTED
-    shutil.rmtree(collected, ignore_errors=True)
-    collected.mkdir()
-    for stage in ("assemble", "card"):
-        record = read_record(request.workspace / stage)
-        assert record is not None  # noqa: S101 - it was made or read a moment ago
-        for name in record.outputs:
-            link_file(request.workspace / stage / name, collected / name)
-    sync_directory(collected)
-    collected.rename(request.out)
-    sync_directory(request.out.absolute().parent)
-
-
-def _drop_weights(request: Request) -> None:
-    """Removes what OUT now holds from the run's folder; the records and reports stay."""
-    for path in request.workspace.glob("*/*.safetensors"):
-        path.unlink()
-    for path in request.workspace.glob("*/*.tmp"):
-        path.unlink()
-    shutil.rmtree(request.workspace / COLLECTED, ignore_errors=True)
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from assemble.jsonfile import read_object
 from assemble.sidefiles import SIDE_FILES
 
 SMALL_FILES = ["config.json", INDEX, *SIDE_FILES]
+BASE_CARD = "README.md"  # of which license and language are taken over; no part of the model
 SHARD_NAME = re.compile(r"[^/\\*?\[\]]+\.safetensors")
 SINGLE_SHARD = "model.safetensors"  # the name of an only shard, which needs no index
 
@@ -57,7 +58,7 @@ def fetch(reference: str, revision: str | None) -> Source:
         return _local(reference, revision)
     with hub_errors(reference, revision):
         small = _small_files(reference, revision)
-        root = _snapshot(reference, small.name, [*SMALL_FILES, *_shard_names(small)])
+        root = _snapshot(reference, small.name, [*SMALL_FILES, BASE_CARD, *_shard_names(small)])
     return Source(reference, root, root.name)
 
 

@@ -7,17 +7,52 @@ from typing import Any
 
 from assemble.errors import InputError
 from assemble.jsonfile import read_object, write_object
+from assemble.publish.target import PushTarget
 from quantize.console import Reporter
-from quantize.fingerprint import fingerprint
 from recipes.loader import LoadedRecipe
 from recipes.schema import Recipe
 
 RECORD = "stage.json"
+FAILED = "failed.json"
+STARTED = "started.json"
+
+
+@dataclass(frozen=True)
+class SmokeTarget:
+    """Where a vLLM is for the smoke test. One of the first three at most; with none, the stage looks for a vLLM itself.
+
+    Attributes:
+        python: The interpreter of an environment that has vLLM.
+        image: A Docker image.
+        endpoint: The address of a server that serves the checkpoint already.
+        tensor_parallel_size: The number of GPUs that vLLM is to use. A server has its own.
+        engine: More of vLLM's engine arguments, as a JSON object. A server has its own.
+    """
+
+    python: Path | None = None
+    image: str | None = None
+    endpoint: str | None = None
+    tensor_parallel_size: int = 1
+    engine: str = "{}"
+
+    def __post_init__(self) -> None:
+        if sum(value is not None for value in (self.python, self.image, self.endpoint)) > 1:
+            raise InputError("--vllm-python, --vllm-image and --vllm-endpoint exclude each other. Give one of them.")
+        if self.endpoint and (self.tensor_parallel_size, self.engine) != (1, "{}"):
+            raise InputError("--vllm-tp and --vllm-args start a vLLM, and --vllm-endpoint asks one that runs already. Leave them out.")
+
+    @property
+    def identity(self) -> dict[str, str | None]:
+        """The target as plain text."""
+        place = {"python": str(self.python) if self.python else None, "image": self.image, "endpoint": self.endpoint}
+        return place | {"tensor_parallel_size": str(self.tensor_parallel_size), "engine": self.engine}
 
 
 @dataclass(frozen=True)
 class Request:
     """What the user asked for. Only `recipe`, and the content of model, head and calibration data, decide bytes.
+
+    `evaluate`, `smoke` and `push` ask for optional stages: they change the model card, and nothing else of the checkpoint.
 
     Attributes:
         model: Directory or Hub id of the BF16 checkpoint.
@@ -27,6 +62,10 @@ class Request:
         mtp_from: Directory or Hub id of the checkpoint that the MTP head is taken from.
         calibration: A jsonl or parquet file, or a folder saved by `datasets`, in place of the recipe's dataset.
         device: `auto`, `cuda` or `cpu`.
+        evaluate: Measure the written checkpoint against the source.
+        evaluation_data: A jsonl or parquet file, or a folder saved by `datasets`, in place of the recipe's text.
+        smoke: Serve the checkpoint with vLLM, there.
+        push: Upload the checkpoint to the Hub, there.
     """
 
     model: str
@@ -36,6 +75,10 @@ class Request:
     mtp_from: str | None = None
     calibration: Path | None = None
     device: str = "auto"
+    evaluate: bool = False
+    evaluation_data: Path | None = None
+    smoke: SmokeTarget | None = None
+    push: PushTarget | None = None
 
     @property
     def workspace(self) -> Path:
@@ -103,6 +146,9 @@ class Context:
         records: The records of the stages it needs, by name.
         previous: Its own last record, for a stage that always runs.
         reporter: Where progress goes.
+        fingerprint: Of what decides its bytes.
+        checkpoint: The checkpoint under test: the assembled folder, or OUT once it is there.
+        failures: What checks of optional stages said that failed and did not pass since, by stage.
     """
 
     request: Request
@@ -110,6 +156,9 @@ class Context:
     records: Mapping[str, Record]
     previous: Record | None
     reporter: Reporter
+    fingerprint: str
+    checkpoint: Path
+    failures: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def recipe(self) -> Recipe:
@@ -119,6 +168,18 @@ class Context:
     def directory_of(self, stage: str) -> Path:
         """The folder of another stage."""
         return self.directory.parent / stage
+
+
+def _always_wanted(_request: Request) -> bool:
+    return True
+
+
+def _nothing_asked(_request: Request) -> dict[str, Any]:
+    return {}
+
+
+def _nothing_to_check(_request: Request) -> list[str]:
+    return []
 
 
 @dataclass(frozen=True)
@@ -131,7 +192,15 @@ class Stage:
         needs: Stages whose outputs it reads.
         settings: The part of the recipe that decides its bytes. Plain data.
         run: Does the work.
-        always: True for a stage that is quick and reads the world outside: it runs in every run.
+        always: True for a stage that is quick and reads the world outside: it runs whenever it is asked for.
+        wanted: Whether the request asks for it; a stage that is always wanted is not optional.
+        uses: Optional stages whose records it takes in, where they are there.
+        asked: What of the request, beside the recipe, decides its record. Plain data.
+        renewed: True for a stage that is made again when what it is made from changed, where others refuse. Its folder and
+            record stay until the new record is written.
+        resumes: True for a stage that goes on from what an unfinished run of the same identity left in its folder.
+        released: True for a stage that works on OUT, when it is there under its name.
+        check: Refuses before any work what would fail later; returns what is worth knowing, a sentence each.
     """
 
     name: str
@@ -140,17 +209,32 @@ class Stage:
     settings: Callable[[Recipe], Mapping[str, Any]]
     run: Callable[[Context], Result]
     always: bool = False
+    wanted: Callable[[Request], bool] = _always_wanted
+    uses: tuple[str, ...] = ()
+    asked: Callable[[Request], Mapping[str, Any]] = _nothing_asked
+    renewed: bool = False
+    resumes: bool = False
+    released: bool = False
+    check: Callable[[Request], list[str]] = _nothing_to_check
 
-    def identity(self, recipe: Recipe, records: Mapping[str, Record]) -> dict[str, Any]:
+    @property
+    def optional(self) -> bool:
+        """Whether a checkpoint is complete without it."""
+        return self.wanted is not _always_wanted
+
+    def identity(self, request: Request, records: Mapping[str, Record], failures: Mapping[str, str]) -> dict[str, Any]:
         """Everything that decides this stage's bytes, as the plain data that is hashed."""
-        return {
+        identity = {
             "stage": self.name,
             "version": self.version,
-            **self.settings(recipe),
+            **self.settings(request.recipe.recipe),
             "inputs": {name: dict(records[name].outputs) for name in self.needs},
         }
-
-
-def identity_fingerprint(identity: Mapping[str, Any]) -> str:
-    """The fingerprint of a stage's identity."""
-    return fingerprint(identity)
+        if asked := dict(self.asked(request)):
+            identity["asked"] = asked
+        used = [name for name in self.uses if name in records]
+        if used:
+            identity["used"] = {name: {"fingerprint": records[name].fingerprint, **records[name].outputs} for name in used}
+        if failed := {name: failures[name] for name in self.uses if name in failures}:
+            identity["failed"] = failed
+        return identity

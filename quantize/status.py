@@ -5,7 +5,7 @@ from typing import Any
 
 from assemble.errors import InputError
 from quantize.pipeline import PIPELINE
-from quantize.stage import read_record
+from quantize.stage import FAILED, read_record
 
 
 def read_status(out: Path) -> dict[str, Any]:
@@ -22,7 +22,10 @@ def read_status(out: Path) -> dict[str, Any]:
     for stage in PIPELINE:
         record = read_record(workspace / stage.name)
         started = (workspace / stage.name).is_dir()
-        state = "done" if record else "unfinished" if started else "to do"
+        failed = (workspace / stage.name / FAILED).is_file()
+        state = "failed" if failed else "done" if record else "unfinished" if started else "to do"
+        if stage.optional and not started:
+            state = "not asked for"
         stages.append(
             {
                 "stage": stage.name,
@@ -32,4 +35,6 @@ def read_status(out: Path) -> dict[str, Any]:
                 "finished": record.provenance["time"] if record else None,
             }
         )
-    return {"out": str(out), "complete": out.exists() and all(s["state"] == "done" for s in stages), "stages": stages}
+    needed = {stage.name for stage in PIPELINE if not stage.optional}
+    complete = out.exists() and all(s["state"] == "done" for s in stages if s["stage"] in needed)
+    return {"out": str(out), "complete": complete, "stages": stages}

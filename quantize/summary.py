@@ -1,5 +1,6 @@
 """What a finished run tells the user."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from rich.table import Table
 from quantize.console import duration, size
 from quantize.preview import FORMATS
 from quantize.runner import Outcome
+from quantize.stage import Record
 
 
 def summary_json(outcome: Outcome, seconds: float) -> dict[str, Any]:
@@ -22,6 +24,9 @@ def summary_json(outcome: Outcome, seconds: float) -> dict[str, Any]:
         "counts": records["plan"].facts["counts"],
         "rules_checked": records["verify"].facts["rules"],
         "warnings": records["verify"].facts["warnings"],
+        "evaluated": records["evaluate"].facts["quality"] if "evaluate" in records else None,
+        "smoke_passed": records["smoke"].facts["passed"] if "smoke" in records else None,
+        "published": dict(records["publish"].facts) if "publish" in records else None,
         "stages": {n: {"seconds": r.seconds, "peak_memory_bytes": r.peak_memory_bytes} for n, r in records.items()},
     }
 
@@ -43,6 +48,8 @@ def print_summary(outcome: Outcome, seconds: float, console: Console) -> None:
         f"verified: {verified['rules']} rules, no errors, {_count(len(verified['warnings']), 'warning')}", markup=False
     )
     console.print(f"MTP head: {len(head)} tensors, identical to the source, byte for byte", markup=False)
+    for line in _measured(records):
+        console.print(line, markup=False)
     if not outcome.already_complete:
         peak = max(r.peak_memory_bytes for r in records.values())
         console.print(f"took {duration(seconds)}, peak host memory {size(peak)}", markup=False)
@@ -51,7 +58,25 @@ def print_summary(outcome: Outcome, seconds: float, console: Console) -> None:
         f"check it again: python -m assemble verify {out} --deep --source {records['fetch'].facts['model']['root']}",
         markup=False,
     )
+    if "publish" in records:
+        sent = records["publish"].facts
+        seen = "private" if sent["private"] else "public"
+        console.print(f"published: {sent['url']} ({seen}, {sent['revision']}, commit {sent['commit']})", markup=False)
     console.print(f"serve it: {_serve_command(out, text_only=facts['text_only'])}", markup=False)
+
+
+def _measured(records: Mapping[str, Record]) -> list[str]:
+    """What the optional stages found out, a line each."""
+    lines = []
+    if "evaluate" in records:
+        quality = {name: estimate["value"] for name, estimate in records["evaluate"].facts["quality"].items()}
+        lines.append(
+            f"evaluated: KL {quality['kl_mean']:.4f} nats a token, same most likely token {quality['top1_agreement']:.1%}, "
+            f"perplexity {quality['perplexity_bf16']:.4g} -> {quality['perplexity_quantized']:.4g}"
+        )
+    if "smoke" in records:
+        lines.append(f"served by vLLM {records['smoke'].facts['vllm']}: all checks passed")
+    return lines
 
 
 def _count(number: int, what: str) -> str:

@@ -127,7 +127,6 @@ def test_head_of_another_size(make_variant: Callable[..., Path], tiny: Path, cal
         (["MODEL", "MODEL/out"], ("lies inside MODEL",)),
         (["MODEL", "EXISTS"], ("already exists",)),
         (["MODEL", "out", "--device", "cuda"], ("--device cuda",)),
-        (["MODEL", "out", "--recipe", "w4a16_nvfp4_mse-fp8_attn-kv_fp8_cast"], ("CUDA only",)),
         (["MODEL", "out", "--recipe", "demoo"], ("no recipe named 'demoo'", "did you mean demo?")),
         (["MODEL", "out", "--recipe", "BROKEN.yaml"], ("not valid YAML",)),
         (["MODEL", "out", "--recipe", "nowhere.yaml"], ("does not exist",)),
@@ -235,9 +234,11 @@ def test_plan_of_true_shapes(
     assert len(plan["quantized_layers"]) == sum(counts.values())
     assert len(plan["tensors"]) == tensors
     assert sum(s["bytes"] for s in plan["shards"]) == plan["total_size"]
-    short_of_memory = plan["needs"]["memory_available"] < source_bytes
-    assert result.exit_code == (2 if short_of_memory else 0)
-    assert any("BF16 weights take" in p for p in plan["problems"]) == short_of_memory
+    needs = plan["needs"]
+    assert needs["memory_needed"] < source_bytes / 2  # a layer at a time, whatever the model's size
+    assert result.exit_code == (2 if plan["problems"] else 0)
+    short_of_memory = needs["weights_needed"] > needs["memory_available"]
+    assert any("two decoder layers" in p for p in plan["problems"]) == short_of_memory
 
 
 @pytest.mark.parametrize(("base", "published"), [("Qwen3.5-27B", "Qwen3.6-27B"), ("Qwen3.5-35B-A3B", "Qwen3.6-35B-A3B")])
@@ -269,7 +270,10 @@ def test_run_json_and_status(tiny: Path, calibration: Path, quantized: Outcome) 
     assert summary["counts"] == {"FP8": 13, "W4A16_NVFP4": 13}
     status = json.loads(call("status", out, "--json").stdout)
     assert status["complete"]
-    assert [s["state"] for s in status["stages"]] == ["done"] * 7
+    states = {s["stage"]: s["state"] for s in status["stages"]}
+    optional = {"evaluate", "smoke", "publish"}
+    assert {name for name, state in states.items() if state == "not asked for"} == optional
+    assert {state for name, state in states.items() if name not in optional} == {"done"}
     refused(call("status", out.with_name("nothing")), "no run is recorded")
 
 

@@ -14,7 +14,7 @@ from huggingface_hub import constants, snapshot_download
 from assemble.checkpoint import INDEX, Checkpoint, CheckpointError
 from assemble.verify import verify
 from quantize.planning import as_json, build_plan
-from quantize.source import SMALL_FILES, SourceError, fetch, open_headers
+from quantize.source import BASE_CARD, SMALL_FILES, SourceError, fetch, open_headers
 from recipes import loader
 from tests.loopback_hub import LoopbackHub, loopback_hub
 
@@ -57,7 +57,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def wanted_files(repository: Path) -> set[str]:
-    return {name for name in SMALL_FILES if (repository / name).is_file()} | set(SHARDS)
+    return {name for name in (*SMALL_FILES, BASE_CARD) if (repository / name).is_file()} | set(SHARDS)
 
 
 def files_of(root: Path) -> set[str]:
@@ -299,6 +299,9 @@ def command(
         ([MODEL, "--revision", "v9"], {}, f"{MODEL} has no revision 'v9'"),
         ([MODEL], {"HF_HUB_OFFLINE": "1"}, "offline mode is on"),
         (["org/gated"], {}, "org/gated is gated"),
+        (["org/private"], {}, "for a private one, log in"),
+        ([MODEL, "--mtp-from", "org/gated"], {}, "org/gated is gated"),
+        ([MODEL, "--mtp-from", "org/absent"], {}, "org/absent is neither"),
         ([MODEL], {"HF_TOKEN": TOKEN}, "the Hub refuses your token"),
     ],
 )
@@ -307,6 +310,8 @@ def test_the_command_ends_with_2_and_one_paragraph(
 ) -> None:
     hub.add("org/gated", repository)
     hub.repos["model", "org/gated"].gated = True
+    hub.add("org/private", repository)
+    hub.repos["model", "org/private"].private = True
     model, *options = arguments
     done = command(hub, home, "plan", model, str(tmp_path / "out"), *options, **variables)
     assert done.returncode == 2

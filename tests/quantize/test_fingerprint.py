@@ -15,9 +15,9 @@ PLAIN = st.recursive(
 )
 # What decides the bytes of a run with a shipped recipe. A change here makes every run in progress stale: make it knowingly.
 GOLDEN = {
-    "w4a16_nvfp4-fp8_attn-kv_fp8_cast": "952c9a75148f10fe24bb084c47df96eba8fac2c8c82e8dd95b75f808e0eaf5e1",
-    "w4a16_nvfp4_mse-fp8_attn-kv_fp8_cast": "9d12f73a064b1a4f733dc9608a759a29d096cfc87a8a6a8d8a827b018e7a3c06",
-    "demo": "75fc7cad5cef6331885fa3a5a96d59ce2eeada3a4e5136365911d3de272483a2",
+    "w4a16_nvfp4-fp8_attn-kv_fp8_cast": "6500e0adac64da82d354435ffc18533db441f1ec9e9d5eb3b95cbdf1dff7eb09",
+    "w4a16_nvfp4_mse-fp8_attn-kv_fp8_cast": "f2dcfd9590c19f7ee6fb8350d716fa56f362924ceed55e47f8ec89c1dc6327bf",
+    "demo": "dd3951073c423135c7a357a419f52ee997f760e79411e8ff45a923fa8bd8c705",
 }
 
 
@@ -56,5 +56,6 @@ def test_a_difference_reads_as_fields() -> None:
 @pytest.mark.parametrize("name", GOLDEN)
 def test_shipped_recipes_are_golden(name: str) -> None:
     recipe = load(name).recipe
-    settings = {stage.name: [stage.version, stage.settings(recipe)] for stage in PIPELINE if stage.name != "card"}
+    making = [stage for stage in PIPELINE if stage.name != "card" and not stage.optional]
+    settings = {stage.name: [stage.version, stage.settings(recipe)] for stage in making}
     assert fingerprint(settings) == GOLDEN[name]

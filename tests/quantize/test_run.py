@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from assemble.checkpoint import Checkpoint
-from assemble.formats import dequantize_nvfp4
+from assemble.dequantize import dequantize_nvfp4
 from quantize.console import Reporter
 from quantize.runner import Outcome, run
 from quantize.stage import Request

@@ -4,7 +4,11 @@ Whoever imports transformers waits for that first: it replaces its own module wh
 imports from it at that moment is given the unfinished one.
 """
 
+import os
 import threading
+
+# Read when PyTorch is imported. Layers of two kinds and lm_head take turns; without this, memory of one size lies idle.
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 _importing: threading.Thread | None = None
 

@@ -249,6 +249,30 @@ def test_plan_lists_what_nvidia_lists(base: str, published: str, reference: Path
     assert json.loads(result.stdout)["quantized_layers"] == {m: e["quant_algo"] for m, e in theirs["quantized_layers"].items()}
 
 
+@pytest.mark.parametrize(("model", "layers"), [("Qwen3.5-122B-A10B", 48), ("Qwen3.5-397B-A17B", 60)])
+def test_plan_covers_what_nvidia_names_in_larger_models(
+    model: str, layers: int, reference: Path, calibration: Path, tmp_path: Path
+) -> None:
+    """NVIDIA quantizes these two by another recipe; its ignore list names the layers of each kind and the shared experts."""
+    config = json.loads((reference / f"nvidia--{model}-NVFP4_config.json").read_text())
+    ignore = config.pop("quantization_config")["ignore"]
+    config["text_config"]["num_experts"] = 8  # listed once a layer, however many there are
+    root = write_headers(tmp_path / "source", config)
+    plan = json.loads(call("plan", root, tmp_path / "out", "--calibration", calibration, "--json", "--device", "cpu").stdout)
+
+    def theirs(part: str) -> set[str]:
+        return {e.removesuffix("*") for e in ignore if e.startswith("model.") and e.removesuffix("*").endswith(part)}
+
+    def ours(part: str, scheme: str) -> set[str]:
+        return {m.partition(part)[0] + part for m, s in plan["quantized_layers"].items() if part in m and s == scheme}
+
+    assert ours(".linear_attn", "FP8") == theirs(".linear_attn")
+    assert ours(".self_attn", "FP8") == theirs(".self_attn")
+    assert ours(".mlp.shared_expert", "W4A16_NVFP4") == theirs(".mlp.shared_expert")
+    assert len(ours(".mlp.experts", "W4A16_NVFP4")) == layers
+    assert plan["counts"] == {"FP8": layers * 3 * 3 // 4 + layers, "W4A16_NVFP4": 4 * layers + 1}
+
+
 def test_help_and_plan_are_quick_and_import_no_torch(tiny: Path, calibration: Path, tmp_path: Path) -> None:
     code = (
         "import sys; from typer.testing import CliRunner; from quantize.__main__ import app;"

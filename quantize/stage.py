@@ -39,7 +39,9 @@ class SmokeTarget:
         if sum(value is not None for value in (self.python, self.image, self.endpoint)) > 1:
             raise InputError("--vllm-python, --vllm-image and --vllm-endpoint exclude each other. Give one of them.")
         if self.endpoint and (self.tensor_parallel_size, self.engine) != (1, "{}"):
-            raise InputError("--vllm-tp and --vllm-args start a vLLM, and --vllm-endpoint asks one that runs already. Leave them out.")
+            raise InputError(
+                "--vllm-tp and --vllm-args start a vLLM, and --vllm-endpoint asks one that runs already. Leave them out."
+            )
 
     @property
     def identity(self) -> dict[str, str | None]:

@@ -43,7 +43,7 @@ def _evaluation_asked(request: Request) -> dict[str, Any]:
 
 
 PIPELINE = (
-    Stage("fetch", 1, (), _nothing, fetch.run, always=True),
+    Stage("fetch", 2, (), _nothing, fetch.run, always=True),
     Stage(
         "plan",
         1,

@@ -1,80 +1,15 @@
-"""`python -m assemble`: checks, mends and compares checkpoints, without a GPU and without loading a model."""
-
-import json
-from pathlib import Path
-from typing import Annotated
+"""`python -m assemble`: checks, mends, sizes, serves and publishes checkpoints, without a GPU and without loading a model."""
 
 import typer
 
-from assemble.cli import reported
-from assemble.commands.checking import book, markdown, print_book, print_report
-from assemble.commands.comparing import diff_command
-from assemble.commands.examining import examine
-from assemble.commands.mending import repair_command, splice_command
-from assemble.vllm_load import VllmCrashError
+from assemble.commands.loading import LoadingGroup
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
-
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+app = typer.Typer(cls=LoadingGroup, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 
 
-@app.command("verify")
-def verify_command(
-    checkpoint: Annotated[str, typer.Argument(help="The checkpoint's directory, or a Hub id.")],
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")] = None,
-    source: Annotated[
-        Path | None, typer.Option(help="The BF16 checkpoint it was made from: adds identity, byte for byte.")
-    ] = None,
-    head: Annotated[Path | None, typer.Option(help="Where its MTP head came from, when not from the source.")] = None,
-    deep: Annotated[bool, typer.Option("--deep", help="Also read the values of all tensors.")] = False,
-    require_mtp: Annotated[bool, typer.Option("--require-mtp", help="Make the absence of an MTP head an error.")] = False,
-    tp: Annotated[int, typer.Option("--tp", min=1, help="Number of GPUs it is to be split over.")] = 1,
-    with_vllm: Annotated[
-        Path | None,
-        typer.Option("--with-vllm", metavar="PYTHON", help="Also load it with the vLLM of this interpreter (make vllm-env)."),
-    ] = None,
-    as_json: Json = False,
-    debug: Debug = False,
-) -> None:
-    """Check a quantized checkpoint against the law book. Exit 1 when it breaks a rule."""
-    with reported(VllmCrashError, debug=debug):
-        found = examine(
-            checkpoint,
-            revision,
-            source=source,
-            head=head,
-            deep=deep,
-            with_vllm=with_vllm,
-            tensor_parallel=tp,
-            require_mtp=require_mtp,
-        )
-        if as_json:
-            typer.echo(json.dumps(found.as_json(), indent=2))
-        else:
-            print_report(found.report)
-            for note in found.notes:
-                typer.echo(note)
-        raise typer.Exit(1 if found.report.errors else 0)
-
-
-@app.command("rules")
-def rules_command(
-    as_json: Json = False,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/law-book.md.")] = False,
-) -> None:
-    """Print the law book."""
-    if as_json:
-        typer.echo(json.dumps(book(), indent=2))
-    elif as_markdown:
-        typer.echo(markdown(), nl=False)
-    else:
-        print_book()
-
-
-app.command("splice")(splice_command)
-app.command("repair")(repair_command)
-app.command("diff")(diff_command)
+@app.callback()
+def _group() -> None:
+    """Typer makes a group only of what has commands or a callback."""
 
 
 if __name__ == "__main__":

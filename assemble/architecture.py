@@ -38,6 +38,7 @@ FUSED = {
     "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
     "in_proj_ba": ("in_proj_b", "in_proj_a"),
 }
+_GROUP = {member: members for members in FUSED.values() for member in members}
 
 # What no model of the family comes near; a config.json beyond it is refused before its tensors are listed.
 LIMITS = {"num_hidden_layers": 1000, "num_experts": 8192, "mtp_num_hidden_layers": 16}
@@ -135,6 +136,11 @@ class Architecture:
         if not self.tied:
             tensors[f"{LM_HEAD}.weight"] = (vocab, hidden)
         return tensors
+
+    @functools.cached_property
+    def common_modules(self) -> dict[str, Shape]:
+        """`linear_modules` without the routed experts: a few hundred, where a mixture of experts has 30,000 in all."""
+        return _matrices(dataclasses.replace(self, split_experts=False).body_tensors)
 
     @functools.cached_property
     def linear_modules(self) -> dict[str, Shape]:
@@ -273,17 +279,15 @@ def read_architecture(config: Mapping[str, Any], names: Iterable[str]) -> Archit
     architecture = Architecture(model_type, wrapped, prefix, text, tied, bool(split), bool(split_head))
     if architecture.num_layers * (14 + 3 * architecture.num_experts) > TENSOR_LIMIT:
         raise ConfigError(f"config.json: {architecture.num_layers} layers of {architecture.num_experts} experts", "CFG-11")
-    _ = architecture.body_tensors, architecture.mtp_tensors  # a field that is absent or malformed raises here
+    plain = dataclasses.replace(architecture, split_experts=False, split_head_experts=False)
+    _ = plain.body_tensors, plain.mtp_tensors  # a field that is absent or malformed raises here; no expert has one of its own
     return architecture
 
 
 def fused_group(module: str) -> tuple[str, ...]:
     """The modules that vLLM loads into one parameter with `module`, itself included; () when there are none."""
     parent, _, leaf = module.rpartition(".")
-    for members in FUSED.values():
-        if leaf in members:
-            return tuple(f"{parent}.{member}" for member in members)
-    return ()
+    return tuple([f"{parent}.{member}" for member in _GROUP.get(leaf, ())])
 
 
 def source_tensor(module: str, names: Container[str]) -> str:

@@ -1,46 +1,29 @@
 """Reads what a safetensors checkpoint holds, from headers alone.
 
-A safetensors file is: 8 bytes, the header's length N as a little-endian integer; N bytes of JSON; then tensor data.
-The JSON maps each tensor name to `dtype`, `shape` and `data_offsets` [begin, end), counted from the end of the header,
-and `__metadata__` to strings. The data of all tensors covers the rest of the file without holes or overlaps.
+A safetensors file is: 8 bytes, the header's length N as a little-endian integer; N bytes of JSON (`assemble.header`); then
+tensor data. The data of all tensors covers the rest of the file without holes or overlaps.
 
 A checkpoint of several files has `model.safetensors.index.json`, whose `weight_map` names the file of each tensor.
 vLLM and transformers use it to pick *files*; vLLM then reads every tensor of each file it picked.
 """
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from assemble.errors import InputError
-from assemble.jsonfile import JSONFileError, parse_object, read_object
+from assemble.header import DTYPE_BYTES, CheckpointError, TensorInfo, read_header
+from assemble.jsonfile import JSONFileError, read_object
+
+__all__ = [
+    "DTYPE_BYTES", "HEADER_LIMIT", "INDEX", "JSON_LIMIT", "LINK_OUT", "Checkpoint", "CheckpointError", "Layout", "Problem",
+    "Shard", "TensorInfo", "read_json", "read_layout", "read_shard", "stays_inside",
+]  # fmt: skip
 
 INDEX = "model.safetensors.index.json"
 HEADER_LIMIT = 100_000_000  # bytes; the limit of the safetensors library itself (safetensors 0.8, MAX_HEADER_SIZE)
 JSON_LIMIT = 100_000_000  # bytes of a JSON file beside the weights; a real index of 93,627 tensors has 9 MB
-RANK_LIMIT = 16  # dimensions of a tensor; a hostile header could give a million and have us multiply them
-DTYPE_BYTES = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
-    "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8,
-}  # fmt: skip
-
-
-class CheckpointError(InputError):
-    """A checkpoint whose files do not hold together."""
-
-
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """One tensor's header entry: `start` is its absolute byte offset in the file `shard`."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    shard: str
-    start: int
-    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +167,8 @@ def read_layout(root: Path) -> Layout:
             problems.append(Problem("IDX-4", name, str(error)))
         except OSError as error:
             problems.append(Problem("IDX-4", name, f"cannot be read: {error.strerror}"))
-    problems += _compare(index, shards)
+    if not _agree(index, shards):
+        problems += _compare(index, shards)
     return Layout(root, tuple(shards), index, tuple(problems))
 
 
@@ -201,34 +185,28 @@ def read_shard(path: Path) -> Shard:
         length = int.from_bytes(prefix, "little")
         if len(prefix) < 8 or length > min(HEADER_LIMIT, size - 8):
             raise CheckpointError(f"not a safetensors file, or cut off inside its header ({size} bytes)")
-        header = parse_object(file.read(length), f"the header of {path.name}")
-    metadata = header.pop("__metadata__", {})
-    tensors = [_entry(name, value, path.name, 8 + length) for name, value in header.items()]
-    tensors.sort(key=lambda t: (t.start, t.nbytes))
-    end = 8 + length
-    for tensor in tensors:
-        if tensor.start != end:
-            raise CheckpointError(f"tensor {tensor.name} starts at byte {tensor.start}, expected {end}")
-        end += tensor.nbytes
+        header = file.read(length)
+    base = 8 + length
+    tensors, metadata = read_header(header, path.name, base)
+    if _misplaced(tensors, base):
+        tensors.sort(key=attrgetter("start", "nbytes"))
+    if found := _misplaced(tensors, base):
+        raise CheckpointError(f"tensor {found[0].name} starts at byte {found[0].start}, expected {found[1]}")
+    end = base + sum(tensor.nbytes for tensor in tensors)
     if end != size:
         what = "cut off" if size < end else "longer than its header says"
         raise CheckpointError(f"{what}: {size} bytes on disk, {end} expected")
-    return Shard(path.name, size, tuple(tensors), metadata if isinstance(metadata, dict) else {})
+    return Shard(path.name, size, tuple(tensors), metadata)
 
 
-def _entry(name: str, value: Any, shard: str, base: int) -> TensorInfo:
-    try:
-        dtype, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
-    except (TypeError, KeyError, ValueError) as error:
-        raise CheckpointError(f"tensor {name}: header entry without dtype, shape and two data_offsets") from error
-    numbers = [*shape, begin, end]
-    understood = isinstance(dtype, str) and dtype in DTYPE_BYTES and len(shape) <= RANK_LIMIT
-    if not understood or not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
-        text = repr((dtype, shape[:RANK_LIMIT], begin, end))[:200]
-        raise CheckpointError(f"tensor {name}: dtype, shape or offsets not understood: {text}")
-    if end - begin != math.prod(shape) * DTYPE_BYTES[dtype]:
-        raise CheckpointError(f"tensor {name}: {dtype} {list(shape)} does not fill its {end - begin} bytes")
-    return TensorInfo(name, dtype, shape, shard, base + begin, end - begin)
+def _misplaced(tensors: list[TensorInfo], start: int) -> tuple[TensorInfo, int] | None:
+    """The first tensor that does not begin where the one before it ends, and where that is."""
+    end = start
+    for tensor in tensors:
+        if tensor.start != end:
+            return tensor, end
+        end += tensor.nbytes
+    return None
 
 
 def _read_index(root: Path, problems: list[Problem]) -> dict[str, Any] | None:
@@ -252,6 +230,7 @@ def _files_of(index: Mapping[str, Any], problems: list[Problem]) -> set[str]:
 
 
 def _compare(index: Mapping[str, Any] | None, shards: list[Shard]) -> Iterator[Problem]:
+    """Where tensors are stored twice, or elsewhere than the index says."""
     homes: dict[str, list[str]] = {}
     for shard in shards:
         for tensor in shard.tensors:
@@ -269,3 +248,11 @@ def _compare(index: Mapping[str, Any] | None, shards: list[Shard]) -> Iterator[P
     for name, files in homes.items():
         if name not in weight_map:
             yield Problem("IDX-2", name, f"in {files[0]}, but not in the index")
+
+
+def _agree(index: Mapping[str, Any] | None, shards: list[Shard]) -> bool:
+    """Whether each tensor is stored once, and where the index, if there is one, says: nearly always, and quickly seen."""
+    home: dict[str, str] = {}
+    for shard in shards:
+        home |= dict.fromkeys((tensor.name for tensor in shard.tensors), shard.name)
+    return len(home) == sum(len(shard.tensors) for shard in shards) and (index is None or index.get("weight_map") == home)

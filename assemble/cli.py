@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import typer
 
 from assemble.errors import DISK_FULL, InputError
-from recipes.loader import RecipeError
+from recipes.errors import RecipeError
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,10 @@ class JSONFileError(InputError):
 
 def reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An `object_pairs_hook` that refuses a key given twice (Python's default keeps the last one in silence)."""
-    result: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in result:
-            raise ValueError(f"key {key!r} appears twice")
-        result[key] = value
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"key {twice!r} appears twice")
     return result
 
 

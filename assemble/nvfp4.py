@@ -22,8 +22,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from assemble.dequantize import E4M3
 from assemble.errors import InputError
-from assemble.formats import BLOCK, E4M3
+from assemble.formats import BLOCK
 
 E2M1_MAX = np.float32(6)
 E4M3_MAX = np.float32(448)

@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from assemble.architecture import LM_HEAD, MTP_PREFIX, VISION_PREFIX, Architecture, experts_container, source_tensor
 from assemble.checkpoint import DTYPE_BYTES, Checkpoint, TensorInfo
@@ -18,6 +19,7 @@ from assemble.formats import TensorSpec, quantized_tensors
 from assemble.splice import find_head
 
 SHARD_NAME = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
+_NUMBER = re.compile(r"(\d+)")
 SCALE_SUFFIXES = (".weight_scale", ".weight_scale_2", ".weight_scale_inv", ".input_scale", ".weight_packed", ".qweight")
 
 
@@ -33,7 +35,7 @@ class PlannedShard:
     tensors: tuple[TensorSpec, ...]
     quantized: bool
 
-    @property
+    @functools.cached_property
     def nbytes(self) -> int:
         """Bytes of tensor data."""
         return sum(t.nbytes for t in self.tensors)
@@ -86,12 +88,14 @@ class AssemblyPlan:
         return self.head if name.startswith(MTP_PREFIX) else self.source
 
 
-def natural(name: str) -> list[tuple[int, int | str]]:
-    """A sort key that puts layer 2 before layer 10."""
-    return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name)]
+def natural(name: str) -> list[Any]:
+    """A sort key that puts layer 2 before layer 10: text and numbers in turn, text first, so that like meets like."""
+    parts: list[Any] = _NUMBER.split(name)
+    parts[1::2] = map(int, parts[1::2])
+    return parts
 
 
-def module_order(module: str) -> tuple[bool, list[tuple[int, int | str]]]:
+def module_order(module: str) -> tuple[bool, list[Any]]:
     """The order in which a model holds its modules: decoder layers, then lm_head."""
     return (module == LM_HEAD, natural(module))
 
@@ -200,6 +204,6 @@ def scalars_last(tensors: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
     return tuple(matrices + scalars if aligned else scalars + matrices)
 
 
-def file_order(tensor: TensorSpec) -> tuple[int, list[tuple[int, int | str]]]:
+def file_order(tensor: TensorSpec) -> tuple[int, list[Any]]:
     """Order inside a file: wider dtypes first, so that every tensor is aligned to its dtype, then by name."""
     return (-DTYPE_BYTES[tensor.dtype], natural(tensor.name))

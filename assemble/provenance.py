@@ -1,6 +1,6 @@
 """provenance.json: what a checkpoint was made from, with what and how, and the SHA-256 of every file of it.
 
-    {"format": 2, "model": ..., "head": ..., "recipe": ..., "inputs": {file: sha256}, "stages": {name: {fingerprint, ...}},
+    {"format": 2, "model": ..., "head": ..., "recipe": ..., "inputs": {file: digest}, "stages": {name: {fingerprint, ...}},
      "card": {the facts that README.md is rendered from}, "card_form": how they are rendered,
      "files": {file: sha256 of every file but provenance.json}}
 
@@ -123,5 +123,5 @@ def check_files(root: Path, record: Mapping[str, Any], progress: Progress = lamb
             findings.append(FileFinding("changed", name, f"SHA-256 {digests[name]}", digest))
     extra = "unrecorded" if record.get("mended") else "extra"
     expected = "a digest: it was mended since" if record.get("mended") else f"no such file: {PROVENANCE} does not name it"
-    findings += [FileFinding(extra, n, "no recorded digest", expected) for n in digests if n not in recorded]
+    findings += [FileFinding(extra, n, "a file that is not recorded", expected) for n in digests if n not in recorded]
     return FileCheck(tuple(findings), digests)

@@ -6,9 +6,8 @@ a remote one can fetch them side by side.
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from assemble.checkpoint import TensorInfo
 
@@ -16,8 +15,7 @@ GAP_BYTES = 64 * 1024  # spans of a local file that lie closer are read in one g
 RUN_BYTES = 1024 * 1024  # and so are read at most this many bytes, if a span is not longer by itself
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Span:
+class Span(NamedTuple):
     """A range of bytes [start, end) of the file `shard`."""
 
     shard: str

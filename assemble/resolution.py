@@ -62,6 +62,7 @@ class Resolution:
         layers = quantization.get("quantized_layers")
         listed = layers.items() if isinstance(layers, dict) and self.plain is None else ()
         self.layers = {self.rename(module): algorithm(entry) for module, entry in listed}
+        self._prefixes: dict[str, str] = {}
         self._below: dict[str, str] = {}
         for module, algo in self.layers.items():
             parents = module.split(".")
@@ -79,9 +80,12 @@ class Resolution:
         """The prefix under which vLLM builds a checkpoint's module: a fused module's, or a layer's experts."""
         if module == LM_HEAD:
             return "language_model.lm_head" if self.wrapped else module
-        parent, _, leaf = self.rename(experts_container(module)).rpartition(".")
-        fused = next((name for name, members in FUSED.items() if leaf in members), leaf)
-        return f"{parent}.{fused}" if parent else fused
+        container = experts_container(module)
+        if (known := self._prefixes.get(container)) is None:  # asked for each of hundreds of experts
+            parent, _, leaf = self.rename(container).rpartition(".")
+            fused = next((name for name, members in FUSED.items() if leaf in members), leaf)
+            known = self._prefixes[container] = f"{parent}.{fused}" if parent else fused
+        return known
 
     def built(self, module: str) -> str | None:
         """The algorithm with which vLLM builds a checkpoint's module; None for unquantized.

@@ -1,7 +1,7 @@
 """Writes a checkpoint that has a real model's headers and sizes, and no bytes: its shards are sparse files.
 
-27B and 35B-A3B are the published shapes of the family. What is quantized follows from the `quantization_config` given, as
-vLLM would resolve it, so any published config can be given its tensors.
+27B, 35B-A3B and 122B-A10B are published shapes of the family. What is quantized follows from the `quantization_config` given,
+as vLLM would resolve it, so any published config can be given its tensors.
 """
 
 import json
@@ -48,6 +48,14 @@ _MOE_35B = {
     "num_key_value_heads": 2,
     "linear_num_value_heads": 32,
 }
+_MOE_122B = _MOE_35B | {
+    "hidden_size": 3072,
+    "moe_intermediate_size": 1024,
+    "shared_expert_intermediate_size": 1024,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "linear_num_value_heads": 64,
+}
 _VISION = {
     "depth": 27,
     "hidden_size": 1152,
@@ -58,11 +66,11 @@ _VISION = {
     "spatial_merge_size": 2,
     "num_position_embeddings": 2304,
 }
-SHAPES = {"27B": (DENSE, _DENSE_27B), "35B-A3B": (MOE, _MOE_35B)}
+SHAPES = {"27B": (DENSE, _DENSE_27B), "35B-A3B": (MOE, _MOE_35B), "122B-A10B": (MOE, _MOE_122B)}
 
 
 def source_config_of(shape: str, **text: Any) -> dict[str, Any]:
-    """The config.json of a BF16 model of the shape `27B` or `35B-A3B`; `text` changes its text_config."""
+    """The config.json of a BF16 model of a shape of `SHAPES`; `text` changes its text_config."""
     kind, sizes = SHAPES[shape]
     sizes = sizes | text
     types = [FULL if i % 4 == 3 else LINEAR for i in range(sizes["num_hidden_layers"])]
@@ -79,7 +87,7 @@ def source_config_of(shape: str, **text: Any) -> dict[str, Any]:
 
 
 def config_of(shape: str) -> dict[str, Any]:
-    """The config.json of a model of the shape `27B` or `35B-A3B`, quantized by this project's recipe."""
+    """The config.json of a model of a shape of `SHAPES`, quantized by this project's recipe."""
     config = source_config_of(shape)
     schemes = recipe_schemes(_architecture(config))
     config["quantization_config"] = quantization_config(schemes, MTP_IGNORE, "0.47.0")

@@ -1,21 +1,19 @@
 """Finds, reads and checks a recipe, and says plainly what is wrong with one."""
 
 import difflib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from recipes.errors import RecipeError
 from recipes.schema import Recipe
 
 SHIPPED = Path(__file__).parent
 DEFAULT = "w4a16_nvfp4-fp8_attn-kv_fp8_cast"
-
-
-class RecipeError(ValueError):
-    """A recipe that cannot be found, read or understood."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ def load(name_or_path: str) -> LoadedRecipe:
     try:
         return LoadedRecipe(path.stem, text, Recipe.model_validate(data))
     except ValidationError as error:
-        raise RecipeError(f"recipe {path}: " + "; ".join(_explain(e) for e in error.errors())) from error
+        raise RecipeError(f"recipe {path}: " + "; ".join(explain(e, Recipe) for e in error.errors())) from error
 
 
 def _find(name_or_path: str) -> Path:
@@ -64,29 +62,41 @@ def _find(name_or_path: str) -> Path:
         if path.is_file():
             return path
         raise RecipeError(f"recipe file {path} does not exist")
-    near = difflib.get_close_matches(name_or_path, shipped_names(), n=1, cutoff=0.4)
-    hint = f"; did you mean {near[0]}?" if near else ""
+    near = nearest(name_or_path, shipped_names(), cutoff=0.4)
+    hint = f"; did you mean {near}?" if near else ""
     raise RecipeError(
         f"no recipe named {name_or_path!r}{hint} Shipped: {', '.join(shipped_names())}. "
         "A recipe of your own is given as a path that ends in .yaml."
     )
 
 
-def _explain(error: Any) -> str:
+def nearest(word: str, words: Iterable[str], cutoff: float) -> str | None:
+    """The one of `words` that `word` was most likely meant to be."""
+    return next(iter(difflib.get_close_matches(word, list(words), n=1, cutoff=cutoff)), None)
+
+
+def explain(error: Any, schema: type[BaseModel]) -> str:
+    """One of pydantic's errors in a sentence; for an unknown key of `schema`, the one that was most likely meant."""
     where = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
         *parents, key = [str(part) for part in error["loc"]]
-        near = difflib.get_close_matches(key, _fields(parents), n=1, cutoff=0.5)
-        return f"unknown key {where!r}" + (f", did you mean {near[0]!r}?" if near else "")
+        near = nearest(key, _fields(parents, schema), cutoff=0.5)
+        return f"unknown key {where!r}" + (f", did you mean {near!r}?" if near else "")
     if error["type"] == "missing":
         return f"key {where!r} is missing"
     return f"{where}: {error['msg'][0].lower()}{error['msg'][1:]} (found {error['input']!r})"
 
 
-def _fields(parents: list[str]) -> list[str]:
-    model: type[BaseModel] = Recipe
+def _fields(parents: list[str], schema: type[BaseModel]) -> list[str]:
+    """The keys of the part of a schema that `parents` leads to; an item's number in a list leads to the list's items."""
+    model, annotation = schema, None
     for part in parents:
-        annotation = model.model_fields[part].annotation if part in model.model_fields else None
+        if part.isdigit():
+            annotation = next(iter(get_args(annotation)), None)
+        else:
+            annotation = model.model_fields[part].annotation if part in model.model_fields else None
+            if get_args(annotation):
+                continue
         if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
             return []
         model = annotation

@@ -74,7 +74,7 @@ def _find(name_or_path: str) -> Path:
         raise ProfileError(f"profile file {path} does not exist")
     near = nearest(name_or_path, shipped_profiles(), cutoff=0.4)
     raise ProfileError(
-        f"no serve profile named {name_or_path!r}{f'; did you mean {near}?' if near else ''} Shipped: "
+        f"no serve profile named {name_or_path!r}{f'; did you mean {near}?' if near else '.'} Shipped: "
         f"{', '.join(shipped_profiles())}. A profile of your own is given as a path that ends in .yaml."
     )
 

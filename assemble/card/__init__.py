@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from assemble.architecture import MOE, TEXT_CLASS
 from assemble.card.limits import limits
 from assemble.card.metadata import front_matter
@@ -19,6 +17,11 @@ from assemble.card.serving import MODEL_WORD
 from assemble.card.tables import estimate, gigabytes, number, share, size_rows
 
 CARD = "README.md"
+PLOT_TITLES = {
+    "kl-histogram": "KL divergence, token by token",
+    "layer-error": "Error of the hidden states, layer by layer",
+    "acceptance": "Drafts accepted by position, and tokens a step",
+}
 
 
 def render_card(facts: Mapping[str, Any], name: str) -> str:
@@ -28,6 +31,8 @@ def render_card(facts: Mapping[str, Any], name: str) -> str:
         facts: As `quantize.stages.card` or `assemble.card.found` gathers them.
         name: What commands call the checkpoint: a Hub id, or a directory's name.
     """
+    import jinja2  # a tenth of a second, which `quantize plan` need not wait for
+
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         undefined=jinja2.StrictUndefined,
@@ -75,7 +80,8 @@ def _plots(files: Sequence[str]) -> dict[str, list[dict[str, str]]]:
     """The plots by the section that shows them, each with its title."""
     shown: dict[str, list[dict[str, str]]] = {"evaluate": [], "drafting": []}
     for file in files:
-        title = file.partition("-")[2].rpartition(".")[0].replace("-", " ").replace("_", " ")
+        name = file.partition("-")[2].rpartition(".")[0]
+        title = PLOT_TITLES.get(name, name.replace("-", " ").replace("_", " "))
         shown["drafting" if "acceptance" in file else "evaluate"].append({"file": file, "title": title})
     return shown
 

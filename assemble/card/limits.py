@@ -26,11 +26,8 @@ def _quality(evaluate: Mapping[str, Any] | None, facts: Mapping[str, Any]) -> li
     if evaluate is None:
         said.append("Quality against the BF16 model, and draft acceptance: not evaluated.")
     else:
-        simulated = "; ".join(evaluate.get("not_simulated", []))
-        said.append(
-            "The evaluation computes with the written weights in BF16 and simulates what vLLM rounds"
-            + (f"; not simulated: {simulated}." if simulated else ".")
-        )
+        said.append("The evaluation computes with the written weights in BF16 and simulates what vLLM rounds.")
+        said += [f"Not simulated: {what}." for what in evaluate.get("not_simulated", [])]
         if evaluate["data"].get("calibration") == "unknown":
             said.append("Whether the evaluation's text overlaps the calibration's is not known.")
         if not evaluate.get("mtp"):

@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from assemble.rules import RULES, Needs, Served, Severity
+from assemble.rules import Needs, Served, Severity
+from assemble.rules.book import RULES
 from assemble.verify import Group, Report
 
 STYLE = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.INFO: "cyan"}

@@ -10,6 +10,7 @@ from assemble.cli import reported
 from assemble.errors import InputError
 from assemble.fit import Fit, Model, ServeSettings, fit, parse_cards, read_model
 from assemble.fit.report import print_cards, print_comparison, print_fit
+from assemble.fit.settings import GRAPH_MODES
 from assemble.hub import opened
 
 KV = {"fp8": "fp8", "bf16": "bfloat16", "auto": "auto"}
@@ -27,22 +28,22 @@ def fit_command(
     checkpoint: Annotated[str, typer.Argument(help="A checkpoint's directory, or a Hub id (its headers are read).")],
     gpus: Annotated[str, typer.Option(help="What it is served on: 2x16GB, 1xRTX5090, 4x23028MiB.")],
     compare: Annotated[list[str] | None, typer.Option(help="Another checkpoint, to set beside it; may be repeated.")] = None,
-    context: Annotated[int | None, typer.Option(help="--max-model-len: the longest request, in tokens.")] = None,
-    concurrency: Annotated[int | None, typer.Option(help="--max-num-seqs: requests at a time.")] = None,
-    batched_tokens: Annotated[int | None, typer.Option(help="--max-num-batched-tokens: tokens a step.")] = None,
+    context: Annotated[int | None, typer.Option(min=1, help="--max-model-len: the longest request, in tokens.")] = None,
+    concurrency: Annotated[int | None, typer.Option(min=1, help="--max-num-seqs: requests at a time.")] = None,
+    batched_tokens: Annotated[int | None, typer.Option(min=1, help="--max-num-batched-tokens: tokens a step.")] = None,
     utilization: Annotated[float, typer.Option(help="--gpu-memory-utilization.")] = 0.92,
     kv: Annotated[str, typer.Option(help="KV cache: fp8, bf16, or what the checkpoint declares (auto).")] = "auto",
     state: Annotated[str, typer.Option(help="Recurrent state: bf16, fp32, or what config.json says (auto).")] = "auto",
-    mtp: Annotated[int, typer.Option(metavar="K", help="Tokens that the MTP head drafts; 0 for none.")] = 0,
+    mtp: Annotated[int, typer.Option(min=0, max=32, metavar="K", help="Tokens that the MTP head drafts; 0 for none.")] = 0,
     lora_rank: Annotated[int, typer.Option(help="--max-lora-rank; 0 for no adapters.")] = 0,
-    max_loras: Annotated[int, typer.Option(help="Adapters at a time.")] = 1,
+    max_loras: Annotated[int, typer.Option(min=1, help="Adapters at a time.")] = 1,
     vision: Annotated[bool, typer.Option("--vision", help="Load the vision tower (no --language-model-only).")] = False,
     prefix_caching: Annotated[bool | None, typer.Option(help="Default: the version's.")] = None,
     graphs: Annotated[str, typer.Option(help="CUDA graphs: FULL_AND_PIECEWISE, PIECEWISE, NONE, …")] = "FULL_AND_PIECEWISE",
-    max_graph: Annotated[int | None, typer.Option(help="max_cudagraph_capture_size.")] = None,
-    workspace: Annotated[int | None, typer.Option(metavar="MIB", help="VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE.")] = None,
+    max_graph: Annotated[int | None, typer.Option(min=1, help="max_cudagraph_capture_size.")] = None,
+    workspace: Annotated[int | None, typer.Option(min=1, metavar="MIB", help="VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE.")] = None,
     vllm: Annotated[str, typer.Option(metavar="VERSION", help="Whose behaviour is meant.")] = "0.32",
-    mean_context: Annotated[int | None, typer.Option(help="Mean context of agents, in tokens: how many can run.")] = None,
+    mean_context: Annotated[int | None, typer.Option(min=1, help="Mean context of agents, in tokens: how many run.")] = None,
     rate: Annotated[float | None, typer.Option(help="Dollars an hour for all cards; with --speed, the cost of tokens.")] = None,
     speed: Annotated[
         float | None, typer.Option(help="Output tokens a second, all requests together, as you measured it.")
@@ -69,7 +70,7 @@ def fit_command(
             max_lora_rank=lora_rank,
             max_loras=max_loras,
             num_speculative_tokens=mtp,
-            cudagraph_mode=graphs,
+            cudagraph_mode=_choice("--graphs", graphs, {mode: mode for mode in GRAPH_MODES}),
             max_cudagraph_capture_size=max_graph,
             language_model_only=not vision,
             enable_prefix_caching=prefix_caching,

@@ -1,6 +1,7 @@
 """`serve` and `profiles`: the command for a checkpoint, and the ways of serving that there are."""
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +13,7 @@ from rich.text import Text
 
 from assemble.cli import reported
 from assemble.errors import InputError
+from assemble.fit.report import PIPE_WIDTH
 from assemble.hub import HubMirror, opened
 from assemble.serve.adapter import check_adapter
 from assemble.serve.command import MARK, PORT, Command, Place, docker_command, script, vllm_command
@@ -65,8 +67,12 @@ def serve_command(
         adapters = tuple(_adapter(text, described, called) for text in lora or ())
         wish = Wish(vllm, gpus, context, mtp, not no_lora, adapters, tuple(vllm_arguments or ()))
         if profile is None:
-            _print_choice(described, called, wish, as_json=as_json)
-            raise typer.Exit(2)
+            if execute or docker or script_file is not None:
+                raise InputError(
+                    f"which way to serve? Give --profile, one of {', '.join(shipped_profiles())}, or your own .yaml."
+                )
+            fitting = _print_choice(described, place, called, wish, as_json=as_json)
+            raise typer.Exit(0 if fitting else 1)
         serving = decide(*load_profile(profile), described, called, wish)
         if execute:
             _check(root, mirror, described, serving)
@@ -104,13 +110,15 @@ def profiles_command(
         else:
             table = Table("profile", "cards", "context", "MTP", "for", box=None, pad_edge=False)
             for name, one in found.items():
-                drafts = "/".join(dict.fromkeys(str(d.num_speculative_tokens) for d in one.mtp))
+                drafts = ", else ".join(f"{d.num_speculative_tokens or 'off'}{condition_text(d.when)}" for d in one.mtp)
                 table.add_row(name, one.gpus, f"{one.context.tokens:,}", drafts, one.title)
             _console().print(table)
 
 
 def _console(*, stderr: bool = False) -> Console:
-    return Console(file=sys.stderr if stderr else sys.stdout, highlight=False, soft_wrap=True)
+    """A terminal's own width; into a pipe or file, wide enough that a table can be read."""
+    file = sys.stderr if stderr else sys.stdout
+    return Console(file=file, highlight=False, soft_wrap=True, width=None if file.isatty() else PIPE_WIDTH)
 
 
 def _check(root: Path, mirror: HubMirror | None, checkpoint: Described, serving: Serving) -> None:
@@ -152,8 +160,8 @@ def _pool(serving: Serving) -> str:
     return f"{pool} (an estimate: python -m assemble fit shows it)"
 
 
-def _print_choice(checkpoint: Described, called: str, wish: Wish, *, as_json: bool) -> None:
-    """Which of the shipped profiles fit."""
+def _print_choice(checkpoint: Described, place: Place, called: str, wish: Wish, *, as_json: bool) -> list[str]:
+    """Prints which of the shipped profiles fit, and returns their names."""
     rows: list[dict[str, Any]] = []
     for name in shipped_profiles():
         profile = load_profile(name)[1]
@@ -161,10 +169,11 @@ def _print_choice(checkpoint: Described, called: str, wish: Wish, *, as_json: bo
             serving = decide(name, profile, checkpoint, called, wish)
             rows.append({"profile": name, "fits": True, "context": serving.context, "pool_tokens": serving.fit.pool_tokens})
         except RefusedError as error:
-            rows.append({"profile": name, "fits": False, "reason": str(error).split("\n", 1)[0].partition(": ")[2]})
+            rows.append({"profile": name, "fits": False, "reason": error.reason})
+    fitting = [row["profile"] for row in rows if row["fits"]]
     if as_json:
         typer.echo(json.dumps({"profiles": rows}, indent=2))
-        return
+        return fitting
     table = Table("profile", box=None, pad_edge=False)
     table.add_column("context", justify="right")
     table.add_column("KV pool, tokens", justify="right")
@@ -174,9 +183,16 @@ def _print_choice(checkpoint: Described, called: str, wish: Wish, *, as_json: bo
             numbers = (f"{row['context']:,}", f"{row['pool_tokens']:,}")
             table.add_row(row["profile"], *numbers, load_profile(row["profile"])[1].title)
         else:
-            table.add_row(row["profile"], "-", "-", f"does not fit: {row['reason']}")
+            table.add_row(row["profile"], "-", "-", row["reason"])
     _console().print(table)
-    typer.echo("error: choose one with --profile", err=True)
+    called_as = shlex.quote(place.model)
+    if fitting:
+        typer.echo(f"next: python -m assemble serve {called_as} --profile {fitting[0]}", err=True)
+    else:
+        typer.echo(
+            f"none fits. Other cards: --gpus 2x24GB. Every term: python -m assemble fit {called_as} --gpus 2x24GB", err=True
+        )
+    return fitting
 
 
 def _print_profile(name: str, profile: Any) -> None:
@@ -185,7 +201,7 @@ def _print_profile(name: str, profile: Any) -> None:
     console.print(Text(f"{profile.gpus} ({', '.join(profile.cards)}), vLLM {profile.vllm.default} ({profile.vllm.range})"))
     console.print(Text(f"context {profile.context.tokens:,}: {profile.context.reason}"))
     for draft in profile.mtp:
-        console.print(Text(f"MTP {draft.num_speculative_tokens}{condition_text(draft.when)}: {draft.reason}"))
+        console.print(Text(f"MTP {draft.num_speculative_tokens or 'off'}{condition_text(draft.when)}: {draft.reason}"))
     table = _reasons("given")
     for entry in (*profile.environment, *profile.flags):
         table.add_row(Text(flag_text(entry)), Text(f"{entry.reason}{condition_text(entry.when)}"))

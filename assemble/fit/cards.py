@@ -51,7 +51,8 @@ class Cards:
     card: Card
 
     def __str__(self) -> str:
-        return f"{self.count}x {self.card.name}"
+        plural = "s" if self.count > 1 and self.card.name.endswith(" card") else ""
+        return f"{self.count}x {self.card.name}{plural}"
 
 
 def _derived(name: str, gigabytes: int, smi_mib: int) -> Card:
@@ -98,10 +99,16 @@ def parse_cards(text: str) -> Cards:
 
 def _named(text: str) -> Card:
     wanted = _key(text)
-    matching = [card for card in KNOWN_CARDS if wanted in (_key(card.name), _key(card.name.removesuffix(" Blackwell")))]
+    matching = [card for card in KNOWN_CARDS if wanted in _spellings(card)]
     if not matching:
         raise CardError(f"--gpus: no card {text.strip()!r} is known. {_known()}")
     return matching[0]
+
+
+def _spellings(card: Card) -> set[str]:
+    """A card's names, without its generation and with its size, as shops and serve profiles have it."""
+    names = {card.name, card.name.removesuffix(" Blackwell")}
+    return {_key(name) for name in names | {f"{name} {card.gigabytes}GB" for name in names}}
 
 
 def _key(text: str) -> str:

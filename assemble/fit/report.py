@@ -1,5 +1,6 @@
 """An estimate, for reading."""
 
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 
@@ -143,6 +144,9 @@ def _print_verdict(console: Console, found: Fit) -> None:
         )
     elif not found.fits:
         console.print(Text(_hopeless(found)), soft_wrap=True)
+    if not found.fits and found.model.quantized:
+        whole = f"python -m assemble serve {shlex.quote(found.model.name)}"
+        console.print(Text(f"shipped profiles have such flags together; which of them fit: {whole}"), soft_wrap=True)
 
 
 def _hopeless(found: Fit) -> str:

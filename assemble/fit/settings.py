@@ -1,8 +1,9 @@
 """The flags of `vllm serve` that decide how memory is spent, and what vLLM fills in where they are not given."""
 
 import dataclasses
-import re
 from dataclasses import dataclass
+
+from packaging.version import InvalidVersion, Version
 
 from assemble.errors import InputError
 from assemble.fit.cards import Card
@@ -27,8 +28,9 @@ class Behaviour:
     Attributes:
         counts_graphs: CUDA graphs are measured at startup and taken from the budget. True in the wheels of 0.20, 0.25, 0.27
             and 0.32 (envs.py VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS), though 0.27's log says "since v0.21.0".
-        caches_prefixes: Prefix caching is on by default for hybrid models. False in 0.20 and 0.25.1, True in 0.26, 0.27.1
-            and 0.32 (config/model.py `is_prefix_caching_supported`).
+        caches_prefixes: Prefix caching is on by default for hybrid models. False in 0.20 and 0.25.1 (config/model.py
+            `is_prefix_caching_supported`), and in 0.26 and 0.27.1 (engine/arg_utils.py, "opt-in for now"); pull request 50991
+            took that away: True in the nightlies called 0.27.2rc1, 0.28 and 0.32.
         reserves_null_block: One block of the pool is held back when the longest request is checked. False in 0.27.1, True
             in 0.32 (v1/core/kv_cache_utils.py `get_kv_cache_configs`); 0.28 to 0.31 were not read.
     """
@@ -100,11 +102,11 @@ class ServeSettings:
     @property
     def behaviour(self) -> Behaviour:
         """What this version of vLLM does."""
-        found = re.match(r"v?(\d+)\.(\d+)", self.vllm)
-        if found is None:
-            raise SettingError(f"a vLLM version looks like 0.32, found {self.vllm!r}")
-        version = (int(found[1]), int(found[2]))
-        return Behaviour(version >= (0, 20), version >= (0, 26), version >= (0, 28))
+        try:
+            version = Version(self.vllm)
+        except InvalidVersion as error:
+            raise SettingError(f"a vLLM version looks like 0.32, found {self.vllm!r}") from error
+        return Behaviour(version >= Version("0.20"), version >= Version("0.27.2.dev0"), version >= Version("0.28"))
 
     def filled(self, card: Card, model_max_len: int) -> "ServeSettings":
         """These settings with every None replaced by what vLLM takes on this card.

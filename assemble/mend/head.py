@@ -4,6 +4,8 @@ import dataclasses
 import re
 from collections.abc import Iterable
 
+import msgspec
+
 from assemble.architecture import EXPERT, MTP_PREFIX, Architecture
 from assemble.checkpoint import Checkpoint
 from assemble.config import MTP_IGNORE
@@ -107,7 +109,7 @@ def _alike(one: Stored, other: Stored) -> bool:
     """Whether it is worth hashing the two: same dtype and shape, same first bytes. A wrong head is thus not read twice."""
     if (one.tensor.dtype, one.tensor.shape) != (other.tensor.dtype, other.tensor.shape):
         return False
-    starts = [dataclasses.replace(s.tensor, nbytes=min(s.tensor.nbytes, START_BYTES)) for s in (one, other)]
+    starts = [msgspec.structs.replace(s.tensor, nbytes=min(s.tensor.nbytes, START_BYTES)) for s in (one, other)]
     return Stored(one.path, starts[0]).read() == Stored(other.path, starts[1]).read()
 
 

@@ -4,16 +4,17 @@ A computation makes all the tensors of one module in one pass over its input, a 
 bounded whatever the module's size.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from assemble.checkpoint import TensorInfo
-from assemble.formats import E4M3, FP8, W4A16_NVFP4, TensorSpec, dequantize_nvfp4, quantized_tensors
+from assemble.dequantize import E4M3, dequantize_nvfp4
+from assemble.formats import FP8, W4A16_NVFP4, TensorSpec, quantized_tensors
 from assemble.nvfp4 import (
     E4M3_MAX,
     SMALLEST_BLOCK_SCALE,
@@ -55,13 +56,13 @@ class Stored:
         tensor = self.tensor
         stride = tensor.nbytes // tensor.shape[0]
         shape = (last - first, *tensor.shape[1:])
-        part = dataclasses.replace(tensor, shape=shape, start=tensor.start + first * stride, nbytes=(last - first) * stride)
-        return Stored(self.path, part)
+        start, nbytes = tensor.start + first * stride, (last - first) * stride
+        return Stored(self.path, msgspec.structs.replace(tensor, shape=shape, start=start, nbytes=nbytes))
 
     def expert(self, number: int) -> "Stored":
         """One matrix [N, K] of a fused tensor [E, N, K]."""
         one = self.rows(number, number + 1)
-        return Stored(one.path, dataclasses.replace(one.tensor, shape=one.tensor.shape[1:]))
+        return Stored(one.path, msgspec.structs.replace(one.tensor, shape=one.tensor.shape[1:]))
 
     def bf16_rows(self) -> Iterator[Float32]:
         """A BF16 matrix as float32, a chunk of rows at a time."""

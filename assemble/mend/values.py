@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from assemble.formats import BLOCK, FP8, W4A16_NVFP4, dequantize_fp8, dequantize_nvfp4
+from assemble.dequantize import dequantize_fp8, dequantize_nvfp4
+from assemble.formats import BLOCK, FP8, W4A16_NVFP4
 from assemble.mend.draft import Draft
 from assemble.mend.origins import Stored
 from assemble.nvfp4 import Float32, from_bf16

@@ -67,7 +67,7 @@ def prove(root: Path, name: str, progress: Progress = lambda _: None, *, own_car
             f"Check it and record that: python -m assemble card {root}"
         )
     checked = check_files(root, record, progress)
-    _check_recorded(root, checked)
+    _check_recorded(root, checked, own_card=own_card)
     _check_rules(root, record)
     if not own_card:
         _check_card(root, record)
@@ -76,22 +76,23 @@ def prove(root: Path, name: str, progress: Progress = lambda _: None, *, own_car
         for name in record["files"]
         if name in checked.digests
     }
-    files |= _rendered(record, name) if not own_card else _as_it_is(root)
+    files |= _rendered(record, name) if not own_card else _as_it_is(root, record)
     left = tuple(f.name for f in checked.findings if f.kind == "extra")
     weights = {file: parcel.sha256 for file, parcel in files.items() if file.endswith(".safetensors")}
     return Proven(root, files, left, weights)
 
 
-def _check_recorded(root: Path, checked: FileCheck) -> None:
-    wrong = [finding for finding in checked.findings if finding.kind != "extra"]
+def _check_recorded(root: Path, checked: FileCheck, *, own_card: bool) -> None:
+    wrong = [f for f in checked.findings if f.kind != "extra" and not (own_card and f.name == CARD)]
     if not wrong:
         return
     names = {finding.name for finding in wrong}
     shown = "; ".join(str(finding) for finding in wrong[:SHOWN])
     more = f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+    own = f". To send {CARD} as you wrote it: --own-card" if names == {CARD} else ""
     raise RefusedError(
         f"{root} is not what was checked and recorded: {shown}{more}. If the change is meant, check and record the "
-        f"checkpoint as it is now: python -m assemble card {root}" + (" --replace" if CARD in names else "")
+        f"checkpoint as it is now: python -m assemble card {root}" + (" --replace" if CARD in names else "") + own
     )
 
 
@@ -134,8 +135,13 @@ def _rendered(record: Mapping[str, Any], name: str) -> dict[str, Parcel]:
     return {CARD: _parcel(card), PROVENANCE: _parcel(provenance_text(new).encode())}
 
 
-def _as_it_is(root: Path) -> dict[str, Parcel]:
-    return {PROVENANCE: _parcel((root / PROVENANCE).read_bytes())}
+def _as_it_is(root: Path, record: Mapping[str, Any]) -> dict[str, Parcel]:
+    """The card that someone wrote, and a provenance.json that has its digest."""
+    if not (root / CARD).is_file():
+        raise RefusedError(f"{root} has no {CARD} to send with --own-card. Write one, or leave that option out")
+    card = (root / CARD).read_bytes()
+    files = {**record["files"], CARD: hashlib.sha256(card).hexdigest()}
+    return {CARD: _parcel(card), PROVENANCE: _parcel(provenance_text({**record, "files": files}).encode())}
 
 
 def _parcel(data: bytes) -> Parcel:

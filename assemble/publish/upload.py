@@ -111,6 +111,8 @@ def _prepared(api: "HfApi", target: PushTarget, proven: Proven, say: Say) -> Rem
     remote = read_remote(api, target, target.revision, say)
     if remote is not None and not remote.private and not target.public:
         raise RefusedError(f"{target.repo_id} is public: everyone would see the checkpoint. Say so with --public.")
+    if remote is not None and remote.private and target.public:
+        say(f"{target.repo_id} is private and stays so: --public is for a new one. Its settings page makes it public")
     if remote is not None and remote.commit is not None:
         check_replaceable(api, proven, target, remote, say)
         return remote

@@ -46,7 +46,7 @@ def check_remote(reference: str, revision: str | None) -> tuple[list[FileFinding
         FileFinding("changed", n, f"SHA-256 {found[n]}", d) for n, d in recorded.items() if n in found and found[n] != d
     ]
     findings += [
-        FileFinding("extra", n, "no recorded digest", f"no such file: {PROVENANCE} does not name it")
+        FileFinding("extra", n, "a file that is not recorded", f"no such file: {PROVENANCE} does not name it")
         for n in found
         if n not in recorded
     ]

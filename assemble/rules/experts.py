@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from assemble.architecture import EXPERT, MTP_PREFIX
-from assemble.formats import COMPANIONS, SCHEMES, quantized_tensors
+from assemble.formats import COMPANIONS, NVFP4, SCHEMES, quantized_tensors
 from assemble.rules.model import Detail, Served
 from assemble.rules.subject import EXPERTS, Subject
 
@@ -14,12 +14,13 @@ def experts_complete(subject: Subject) -> Iterator[Detail]:
     """Q-9: each layer has experts 0 to E-1, each with all tensors of its three projections; none fused, none beyond E."""
     if not subject.architecture.moe:
         return
-    for module, shape in subject.architecture.linear_modules.items():
+    leaves = {scheme: [spec.name for spec in quantized_tensors("", scheme, (16, 16))] for scheme in (*SCHEMES, NVFP4)}
+    for module in subject.architecture.linear_modules:
         if f"{EXPERTS}." not in module:
             continue
         scheme = subject.modules.get(module)
-        if scheme in (*SCHEMES, "NVFP4"):
-            names = [spec.name for spec in quantized_tensors(module, str(scheme), _even(shape))]
+        if scheme in leaves:
+            names = [f"{module}{leaf}" for leaf in leaves[str(scheme)]]
         elif subject.architecture.split_experts:
             names = [f"{module}.weight"]
         else:
@@ -28,11 +29,6 @@ def experts_complete(subject: Subject) -> Iterator[Detail]:
             if name not in subject.tensors:
                 yield Detail(name, "absent", f"present: layers have {subject.architecture.num_experts} experts")
     yield from _unexpected(subject)
-
-
-def _even(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A shape that every format can hold: here only names matter, and Q-2 speaks of shapes."""
-    return (shape[0], -(-shape[1] // 16) * 16)
 
 
 def _unexpected(subject: Subject) -> Iterator[Detail]:
@@ -44,7 +40,7 @@ def _unexpected(subject: Subject) -> Iterator[Detail]:
         if name.endswith(FUSED_LEAVES):
             if quantized:
                 yield Detail(name, "a fused tensor of all experts", "one set of 2-D tensors an expert", served=Served.LOUD)
-        elif EXPERT.search(name) and name.rpartition(".")[0] not in linear and name.endswith((".weight", *COMPANIONS)):
+        elif name.rpartition(".")[0] not in linear and EXPERT.search(name) and name.endswith((".weight", *COMPANIONS)):
             yield Detail(
                 name, "an expert that config.json does not have", f"experts 0 to {subject.architecture.num_experts - 1}"
             )

@@ -8,7 +8,8 @@ import numpy.typing as npt
 
 from assemble.architecture import MTP_PREFIX, fused_experts
 from assemble.checkpoint import Checkpoint, TensorInfo
-from assemble.formats import COMPANIONS, NVFP4, SCHEMES, dequantize_fp8, dequantize_nvfp4
+from assemble.dequantize import dequantize_fp8, dequantize_nvfp4
+from assemble.formats import COMPANIONS, NVFP4, SCHEMES
 from assemble.rules.model import Detail, Mend, Severity
 from assemble.rules.modules import KV_SCALE
 from assemble.rules.subject import EXPERTS, Subject

@@ -72,7 +72,11 @@ def entries_mean_what_they_say(subject: Subject) -> Iterator[Detail]:
     """IGN-4: every entry of `ignore` matches a module, under the checkpoint's names, and none that it does not name whole."""
     names = [*subject.linear, *(n.removesuffix(".weight") for n in subject.tensors if n.endswith(".weight"))]
     modules = list(dict.fromkeys(names))
-    parents = {".".join(parts[:i]) for m in modules for parts in [m.split(".")] for i in range(1, len(parts) + 1)}
+    parents: set[str] = set()
+    for module in modules:
+        while module and module not in parents:
+            parents.add(module)
+            module = module.rpartition(".")[0]  # noqa: PLW2901 - up to the top, or to one that was seen
     ordered = sorted(parents)
     built = {subject.resolution.prefix_of(m): m for m in subject.linear}
     for entry in dict.fromkeys(subject.ignore):

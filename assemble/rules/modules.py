@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from assemble.architecture import EXPERT, LM_HEAD, MTP_PREFIX, VISION_PREFIX, fused_group
+from assemble.architecture import EXPERT, LM_HEAD, MTP_PREFIX, VISION_PREFIX, experts_container, fused_group
 from assemble.formats import COMPANIONS, FP8, NVFP4, W4A16_NVFP4, ShapeError, quantized_tensors
 from assemble.rules.model import Detail, Mend, Served, Severity
 from assemble.rules.subject import EXPERTS, QUANTIZED_DTYPES, Subject
@@ -12,6 +12,7 @@ from assemble.vision import vision_tensors
 COMPANION_SUFFIXES = tuple(f".{name}" for name in COMPANIONS)
 KV_SCALE = re.compile(r"\.self_attn\.(?:(?:k|v|qkv)_proj\.|attn\.)?[kv]_scale$")
 ROW_PARALLEL = (".down_proj.weight", ".o_proj.weight", ".out_proj.weight")  # vLLM cuts what does not fit, without a word
+LAYER = re.compile(r"\.layers\.\d+")
 LEFTOVERS = ("_quantizer", "_amax", "pre_quant_scale")
 W, INFO = Severity.WARNING, Severity.INFO
 
@@ -174,7 +175,9 @@ def covered_everywhere(subject: Subject) -> Iterator[Detail]:
     """Q-16: a kind of module that is quantized in one layer is quantized in all layers that have it."""
     kinds: dict[str, dict[str | None, str]] = {}
     for module in subject.architecture.linear_modules:
-        kind = re.sub(r"\.(layers|experts)\.\d+", r".\1.*", module)
+        container = experts_container(module)
+        leaf = module.rpartition(".")[2] if container != module else ""
+        kind = f"{LAYER.sub('.layers.*', container)} {leaf}"
         kinds.setdefault(kind, {}).setdefault(subject.modules.get(module), module)
     for found in kinds.values():
         if None in found and len(found) > 1:

@@ -5,14 +5,16 @@ import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from assemble.architecture import MTP_PREFIX, Architecture, ConfigError, Shape, experts_container
+from assemble.architecture import LM_HEAD, MTP_PREFIX, Architecture, ConfigError, Shape, experts_container
 from assemble.checkpoint import Checkpoint, Layout, TensorInfo
 from assemble.formats import COMPANIONS
 from assemble.reader import Reader, Span
 from assemble.resolution import MixedGroupError, PartialGroupError, Resolution, algorithm, plain_algorithm
-from assemble.rules.scan import Facts, scan
+
+if TYPE_CHECKING:
+    from assemble.rules.scan import Facts
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 EXPERTS = ".mlp.experts"
@@ -155,9 +157,24 @@ class Subject:
         ]
 
     @functools.cached_property
+    def head_tensors(self) -> list[TensorInfo]:
+        """The stored tensors of an MTP head."""
+        return [tensor for name, tensor in self.tensors.items() if name.startswith(MTP_PREFIX)]
+
+    @property
     def has_head(self) -> bool:
         """Whether any tensor of an MTP head is stored."""
-        return any(name.startswith(MTP_PREFIX) for name in self.tensors)
+        return bool(self.head_tensors)
+
+    @functools.cached_property
+    def lm_head(self) -> str | None:
+        """What lm_head is meant to be quantized with: `modules` without listing 30,000 others."""
+        if not self.plain:
+            return self.listed.get(LM_HEAD)
+        try:
+            return None if self.architecture.tied else self.resolution.built(LM_HEAD)
+        except (PartialGroupError, MixedGroupError):
+            return None
 
     @functools.cached_property
     def unquantized_names(self) -> list[str]:
@@ -178,8 +195,10 @@ class Subject:
         return not declared and not any(self.stored_quantized(name.removesuffix(".weight")) for name in self.tensors)
 
     @functools.cached_property
-    def facts(self) -> Mapping[str, Facts]:
+    def facts(self) -> "Mapping[str, Facts]":
         """What the values say: of every tensor when values are read, else of those that are compared with an origin."""
+        from assemble.rules.scan import scan  # brings numpy, which rules about headers do without
+
         origins: dict[str, tuple[Path, TensorInfo]] = {}
         head = self.head or self.source
         pairs = [(self.source, self.unquantized_names), (head, [n for n in head or () if n.startswith(MTP_PREFIX)])]

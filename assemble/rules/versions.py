@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from assemble.architecture import LM_HEAD, ConfigError
+from assemble.architecture import ConfigError
 from assemble.rules.model import Detail
 from assemble.rules.subject import Subject
 from assemble.sidefiles import side_files
@@ -44,19 +44,19 @@ def requirements(subject: Subject) -> Requirements:
     """Reads the requirements off configs and headers.
 
     Sources: vLLM pull requests #42566 (mixed W4A16, 0.22.0) and #42124 (quantized lm_head, 0.23.0); the registries of
-    0.22 to 0.26 (no text-only class), 0.32 and 0.33 (it is there; 0.27 to 0.31 not looked at).
+    0.22 to 0.26 (no text-only class), 0.27.1, 0.28, 0.29, 0.32 and 0.33 (it is there).
     """
     if isinstance(subject.known, ConfigError):
         return Requirements(RECOMMENDED, "config.json could not be understood", 75)
     version, reason = (0, 22), "mixed precision with W4A16"
     if subject.plain:
         reason = f"plain {subject.plain}"
-    elif not subject.modules:
+    elif not subject.listed:
         reason = "not quantized"
-    if subject.modules.get(LM_HEAD):
+    if subject.lm_head:
         version, reason = (0, 23), "quantized lm_head"
     if not subject.known.wrapped:
-        version, reason = (0, 27), "text-only class, absent from 0.22 to 0.26, seen in 0.32 and 0.33"
+        version, reason = (0, 27), "text-only class, absent from 0.22 to 0.26, there from 0.27.1 on"
     return Requirements(version, reason, CAPABILITY.get(subject.plain or "", 75), tuple(_notes(subject)))
 
 

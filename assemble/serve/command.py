@@ -7,8 +7,8 @@ from pathlib import Path
 
 from assemble.serve.deciding import Serving
 from assemble.serve.extra import Given
+from recipes.vllm_release import REPOSITORY
 
-IMAGE = "vllm/vllm-openai"
 PORT = 8000  # vLLM's own, and the one inside a container
 SHARED_MEMORY = "4g"
 DOCKER_REASONS = {
@@ -82,7 +82,7 @@ def docker_command(serving: Serving, place: Place, image: str | None = None) -> 
     inside = {str(adapter.root): f"/lora/{adapter.name}" for adapter in serving.adapters}
     run += [("-v", f"{Path(root).resolve()}:{mount}:ro") for root, mount in inside.items()]
     run.append(("-p", f"{place.port}:{PORT}"))
-    run.append((image or f"{IMAGE}:v{serving.vllm}", model))
+    run.append((image or f"{REPOSITORY}:v{serving.vllm}", model))
     flags = [_moved(flag, inside) for flag in serving.flags]
     return Command({}, (*run, *_where(place), *(flag.argv for flag in flags)))
 

@@ -22,7 +22,15 @@ from recipes.serve_profiles import version_facts
 
 
 class RefusedError(Exception):
-    """A checkpoint that cannot be served this way: a check failed, the input was sound. The text says what to change."""
+    """A checkpoint that cannot be served this way: a check failed, the input was sound. The text says what to change.
+
+    Attributes:
+        reason: Why, without what would help: a sentence.
+    """
+
+    def __init__(self, text: str, reason: str = "") -> None:
+        super().__init__(text)
+        self.reason = reason or text
 
 
 @dataclass(frozen=True)
@@ -116,7 +124,7 @@ def decide(name: str, profile: ServeProfile, checkpoint: Described, called: str,
     given = merged([_given(flag, filled) for flag in flags if flag.name != "--lora-modules" or wish.adapters], wish.extra)
     sized = size(checkpoint, cards, profile, given, variables, str(facts["vllm"]), wish.context)
     if sized.refused:
-        raise RefusedError(_refusal(name, sized, checkpoint))
+        raise RefusedError(_refusal(name, sized, checkpoint), f"does not fit: {sized.refused}")
     warnings += _disagreements(checkpoint, given, str(facts["vllm"]))
     warnings += [warning for adapter in wish.adapters for warning in adapter.warnings]
     return Serving(

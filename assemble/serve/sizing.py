@@ -110,7 +110,7 @@ def _refused(profile: ServeProfile, found: Fit, context: int, asked: int | None,
     least = min(profile.context.least, limit)
     if asked is None and context < least:
         why = found.reason.rstrip(".") or f"only {context:,} tokens of context would be left"
-        return f"{why}; the profile needs {least:,} at least."
+        return f"{why}; the profile needs {least:,} tokens of context at least."
     return "" if found.fits else found.reason
 
 

@@ -13,7 +13,8 @@ import numpy as np
 from assemble.architecture import LM_HEAD, experts_container, read_architecture
 from assemble.checkpoint import INDEX, Checkpoint, read_shard
 from assemble.config import MTP_IGNORE, hf_quant_config, quantization_config
-from assemble.formats import FP8, W4A16_NVFP4, TensorSpec, dequantize_fp8, dequantize_nvfp4, quantized_tensors
+from assemble.dequantize import dequantize_fp8, dequantize_nvfp4
+from assemble.formats import FP8, W4A16_NVFP4, TensorSpec, quantized_tensors
 from assemble.vision import vision_tensors
 from assemble.writer import ShardWriter
 

@@ -7,20 +7,8 @@ from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from hypothesis import given
 from hypothesis import strategies as st
 
-from assemble.formats import (
-    BLOCK,
-    E2M1,
-    E4M3,
-    FP8,
-    NVFP4,
-    W4A16_NVFP4,
-    ShapeError,
-    dequantize_fp8,
-    dequantize_nvfp4,
-    layer_entry,
-    quantized_tensors,
-    unpack_e2m1,
-)
+from assemble.dequantize import E2M1, E4M3, dequantize_fp8, dequantize_nvfp4, unpack_e2m1
+from assemble.formats import BLOCK, FP8, NVFP4, W4A16_NVFP4, ShapeError, layer_entry, quantized_tensors
 
 
 def test_every_e4m3_code_is_torchs() -> None:

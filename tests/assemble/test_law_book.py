@@ -9,7 +9,8 @@ import pytest
 
 from assemble.checkpoint import Checkpoint
 from assemble.commands.checking import markdown
-from assemble.rules import RULES, Mend, Needs, Severity
+from assemble.rules import Mend, Needs, Severity
+from assemble.rules.book import RULES
 from assemble.verify import verify
 from tests.assemble.checkpoints import Copy, link_tree
 from tests.assemble.conftest import Pair

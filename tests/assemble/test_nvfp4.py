@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from assemble import nvfp4
 from assemble.checkpoint import Checkpoint
-from assemble.formats import dequantize_nvfp4
+from assemble.dequantize import dequantize_nvfp4
 from quantize.runner import Outcome
 
 

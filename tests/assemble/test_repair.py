@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from assemble.__main__ import app
 from assemble.checkpoint import INDEX, Checkpoint
-from assemble.formats import dequantize_nvfp4
+from assemble.dequantize import dequantize_nvfp4
 from assemble.mend import swap
 from assemble.writer import sha256_file
 from quantize.runner import Outcome

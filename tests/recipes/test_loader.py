@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from recipes.loader import DEFAULT, SHIPPED, RecipeError, load, shipped_names
+from recipes.errors import RecipeError
+from recipes.loader import DEFAULT, SHIPPED, load, shipped_names
 
 
 @pytest.mark.parametrize("name", shipped_names())

@@ -23,15 +23,17 @@ ONE_96GB = parse_cards("1xRTXPRO6000")
 WORKSPACE = 64 * 1024 * 1024
 BF16_STATES = {"mamba_cache_dtype": "bfloat16", "mamba_ssm_cache_dtype": "bfloat16"}
 
+NIGHTLY = "0.27.2rc1.dev110"  # caches prefixes of hybrid models by default, as releases do from 0.28 on
+
 LONG_CONTEXT = ServeSettings(
     gpu_memory_utilization=0.94, max_model_len=150_000, max_num_seqs=3, max_num_batched_tokens=1024, kv_cache_dtype="fp8",
-    num_speculative_tokens=4, language_model_only=True, flashinfer_workspace_bytes=WORKSPACE, vllm="0.27", **BF16_STATES,
+    num_speculative_tokens=4, language_model_only=True, flashinfer_workspace_bytes=WORKSPACE, vllm=NIGHTLY, **BF16_STATES,
 )  # fmt: skip
 THROUGHPUT = ServeSettings(
     gpu_memory_utilization=0.95, max_model_len=98_304, max_num_seqs=8, num_speculative_tokens=4, language_model_only=True,
-    vllm="0.27",
+    vllm=NIGHTLY,
 )  # fmt: skip
-# The older build: prefix caching off, as every version before 0.26 has it, and no full graphs with drafts (FlashInfer of that
+# The older build: prefix caching off, as releases before 0.28 have it, and no full graphs with drafts (FlashInfer of that
 # time had none: "FULL_AND_PIECEWISE is not supported with spec-decode", vLLM 0.20 to 0.25).
 OLDER_BUILD = dataclasses.replace(LONG_CONTEXT, max_model_len=160_000, vllm="0.25", cudagraph_mode="PIECEWISE")
 AGENTS_48GB = ServeSettings(

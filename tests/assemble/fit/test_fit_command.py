@@ -12,7 +12,7 @@ from tests.loopback_hub import loopback_hub
 
 LONG_CONTEXT = (
     "--gpus 2xRTX5070Ti --utilization 0.94 --context 150000 --concurrency 3 --batched-tokens 1024 --kv fp8 --state bf16 "
-    "--mtp 4 --workspace 64 --vllm 0.27"
+    "--mtp 4 --workspace 64 --vllm 0.27.2rc1.dev110"
 )
 
 
@@ -29,7 +29,7 @@ def test_a_table_that_says_what_and_why(root_27b: Path) -> None:
     result = command(str(root_27b), *LONG_CONTEXT.split(), "--mean-context", "24000", "--sources")
     assert result.exit_code == 0, result.output
     for words in (
-        "on 2x RTX 5070 Ti (15.47 GiB by CUDA), vLLM 0.27",
+        "on 2x RTX 5070 Ti (15.47 GiB by CUDA), vLLM 0.27.2rc1.dev110",
         "10.50 GB",
         "16,384 bytes a token a card in fp8",
         "blocks    of 848 tokens",
@@ -46,6 +46,7 @@ def test_exit_1_and_a_way_out_when_it_does_not_fit(root_27b: Path) -> None:
     assert result.exit_code == 1
     assert "does not fit. No memory is left for the cache" in result.stdout
     assert "together, this fits" in result.stdout
+    assert f"python -m assemble serve {root_27b}" in result.stdout
 
 
 def test_json_has_every_term_with_its_source(root_27b: Path) -> None:
@@ -89,6 +90,10 @@ def test_known_cards_are_listed_without_a_checkpoint() -> None:
         ("--gpus 2x16GB --kv fp4", "--kv must be one of fp8, bf16, auto"),
         ("--gpus 2x16GB --state fp8", "--state must be one of fp32, bf16, auto"),
         ("--gpus 2x16GB --lora-rank 7", "vLLM takes 1, 8, 16"),
+        ("--gpus 2x16GB --graphs SOME", "--graphs must be one of FULL_AND_PIECEWISE"),
+        ("--gpus 2x16GB --context 0", "--context"),
+        ("--gpus 2x16GB --mean-context 0", "--mean-context"),
+        ("--gpus 2x16GB --mtp 33", "--mtp"),
         ("--gpus 2x16GB --rate 1", "--rate (dollars an hour) and --speed"),
     ],
 )

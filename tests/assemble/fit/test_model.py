@@ -130,5 +130,7 @@ def test_defaults_are_vllms_for_the_card() -> None:
     assert ServeSettings().filled(big, 262_144).max_num_seqs == 1024
     assert ServeSettings().filled(big, 262_144).max_num_batched_tokens == 8192
     assert ServeSettings(vllm="0.25").filled(small, 1).enable_prefix_caching is False
-    assert ServeSettings(vllm="v0.26.0").filled(small, 1).enable_prefix_caching is True
+    assert ServeSettings(vllm="v0.27.1").filled(small, 1).enable_prefix_caching is False
+    assert ServeSettings(vllm="0.27.2rc1.dev110").filled(small, 1).enable_prefix_caching is True
+    assert ServeSettings(vllm="0.28").filled(small, 1).enable_prefix_caching is True
     assert not ServeSettings(vllm="0.27").behaviour.reserves_null_block

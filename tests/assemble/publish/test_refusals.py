@@ -14,7 +14,7 @@ from assemble.publish.target import PushTarget
 from assemble.publish.upload import publish
 from quantize.runner import Outcome
 from tests.assemble.publish.conftest import REPO, SHARD, TOKEN
-from tests.assemble.publish.uploading import assert_same, call, received, refused, tip
+from tests.assemble.publish.uploading import assert_same, call, corrupt, received, refused, tip
 from tests.loopback_hub import LoopbackHub
 from tests.loopback_uploads import Fault
 
@@ -153,6 +153,31 @@ def test_a_claim_without_a_record_is_refused(hub: LoopbackHub, checkpoint: Path)
     refused(call("publish", checkpoint, REPO), 1, "says what no record backs", "better than BF16")
     assert call("publish", checkpoint, REPO, "--own-card").exit_code == 0
     assert "better than BF16" in tip(hub)["README.md"].read_text()
+
+
+def test_a_card_of_ones_own(hub: LoopbackHub, checkpoint: Path) -> None:
+    """Written over the rendered one: refused, and sent when its author answers for it; a download of it agrees."""
+    (checkpoint / "README.md").write_text("# mine\n")
+    refused(call("publish", checkpoint, REPO), 1, "README.md: SHA-256", "--own-card")
+    assert call("publish", checkpoint, REPO, "--own-card").exit_code == 0
+    assert tip(hub)["README.md"].read_text() == "# mine\n"
+    assert call("verify", REPO, "--provenance").exit_code == 0
+    (checkpoint / "README.md").unlink()
+    refused(call("publish", checkpoint, REPO, "--own-card"), 1, "has no README.md to send with --own-card")
+    corrupt(checkpoint / "tokenizer.json")
+    refused(call("publish", checkpoint, REPO, "--own-card"), 1, "tokenizer.json: SHA-256")
+
+
+@pytest.mark.parametrize("option", [("--branch", "other"), ("--pull-request",)])
+def test_other_content_where_nothing_is_lost(hub: LoopbackHub, checkpoint: Path, tiny: Path, option: tuple[str, ...]) -> None:
+    """A new branch starts as main is, and a pull request only proposes: main keeps what it holds."""
+    hub.add(REPO, tiny)
+    hub.repos[("model", REPO)].private = True
+    before = dict(tip(hub))
+    result = call("publish", checkpoint, REPO, *option)
+    assert result.exit_code == 0, result.output
+    assert "replacing" in result.stderr
+    assert dict(tip(hub)) == before
 
 
 def test_a_card_of_another_version_is_rendered_anew(hub: LoopbackHub, checkpoint: Path) -> None:

@@ -16,6 +16,7 @@ from compose_spec import PyCompose
 from dockerfile_parse import DockerfileParser
 
 from recipes.serve_profiles import load_profile, shipped_profiles, version_facts
+from recipes.vllm_release import IMAGE, RELEASE
 from tests.assemble.serve.test_command import STUB
 from tests.loopback_hub import loopback_hub
 
@@ -53,12 +54,12 @@ def test_it_is_linted() -> None:
     assert (result.returncode, result.stdout) == (0, "")
 
 
-def test_the_base_is_pinned_to_the_profiles_release(steps: list[Step]) -> None:
+def test_the_base_and_the_profiles_are_of_one_release(steps: list[Step]) -> None:
     (base,) = (value for value in values(steps, "ARG") if value.startswith("BASE="))
     releases = {load_profile(name)[1].vllm.default for name in shipped_profiles()}
-    assert releases == {base.partition(":v")[2]}
-    assert base.startswith("BASE=vllm/vllm-openai:v")
-    assert base.partition(":v")[2] in version_facts().read_in
+    assert releases == {RELEASE}
+    assert base == f"BASE={IMAGE}"
+    assert RELEASE in version_facts().read_in
     assert [value.split()[0] for value in values(steps, "FROM")] == ["${BASE}", "tool", "scratch", "tool"]
 
 

@@ -81,12 +81,30 @@ def test_exit_codes(root: Path, headers: Callable[..., Path], tmp_path: Path) ->
 
 def test_without_a_profile_it_says_which_fit(root: Path) -> None:
     result = invoke("serve", str(root))
-    assert result.exit_code == 2
-    assert "--profile" in result.stderr
+    assert result.exit_code == 0
+    assert result.stderr == f"next: python -m assemble serve {root} --profile 2x16gb-long-context\n"
     lines = [line.split() for line in result.stdout.splitlines()]
     assert ["2x16gb-long-context", "150,000"] in [line[:2] for line in lines]
     found = json.loads(invoke("serve", str(root), "--json").stdout)
     assert [row["fits"] for row in found["profiles"]] == [True] * 5
+
+
+def test_when_no_profile_fits_it_says_why_and_ends_with_1(headers: Callable[..., Path]) -> None:
+    root = headers("27B", quantized=False)
+    result = invoke("serve", str(root), "--gpus", "1x16GB")
+    assert result.exit_code == 1
+    assert result.stdout.count("does not fit: ") == 5
+    assert "What would help" not in result.stdout
+    assert "none fits" in result.stderr
+    reasons = [row["reason"] for row in json.loads(invoke("serve", str(root), "--vllm", "0.20", "--json").stdout)["profiles"]]
+    assert all(reasons)
+
+
+def test_what_is_to_be_run_needs_a_profile(root: Path) -> None:
+    for option in (("--docker",), ("--exec",), ("--script", "x.sh")):
+        result = invoke("serve", str(root), *option, "--vllm", "0.27.1")
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert "Give --profile, one of 2x16gb-long-context" in result.stderr
 
 
 def test_exec_becomes_the_server(root: Path, tmp_path: Path) -> None:

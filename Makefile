@@ -18,7 +18,7 @@ TORCH_CPU_INDEX  ?= https://download.pytorch.org/whl/cpu
 run: install
 	$(BIN)/python -m quantize demo $(OUT)
 
-test: install
+test: install $(VENV)/tasks
 	$(BIN)/python -m pytest
 
 check: install
@@ -35,6 +35,11 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	@command -v nvidia-smi >/dev/null || $(BIN)/pip install -q --retries 0 -c constraints.txt '$(TORCH)+cpu' --extra-index-url $(TORCH_CPU_INDEX) \
 	  || echo 'no CPU build of $(TORCH) found (set TORCH_CPU_INDEX to an index that has it): taking the default build'
 	$(BIN)/pip install -q -c constraints.txt -e '.[quantize,dev]'
+	@touch $@
+
+# lm-evaluation-harness and what it needs: the tests run it, the product offers it as an extra.
+$(VENV)/tasks: $(VENV)/installed
+	$(BIN)/pip install -q -c constraints.txt -e '.[quantize,dev,tasks]'
 	@touch $@
 
 vllm-env: $(VLLM_VENV)/installed

@@ -17,10 +17,16 @@ from quantize.stage import Request
 from recipes.schema import Recipe
 
 # Fitted to the runs in docs/measurements.md.
-PROCESS_BYTES = 650_000_000  # host memory of a process that imported torch and transformers
+PROCESS_BYTES = 420_000_000  # host memory of a process that imported torch and transformers, and made a plan
 CUDA_PROCESS_BYTES = 3_000_000_000  # the same with a CUDA context and the pinned pieces of reading and writing
-FORWARD_BYTES = 60  # peak of a forward pass, a token and hidden unit (transformers' torch path of Gated DeltaNet)
-PACKING_BYTES = 650_000_000  # temporaries of packing, and packed tensors that wait for the disk
+QUEUED_BYTES = {"cuda": 256_000_000, "cpu": 32_000_000}  # packed tensors that wait for the disk while a layer is run
+PACKING_BYTES = {"cuda": 650_000_000, "cpu": 60_000_000}  # temporaries of packing, and packed tensors that wait for the disk
+# The peak of a forward pass, counted over transformers 5.14.1's torch path: five shapes, rows of 32 to 512 tokens, within 5 %.
+DELTA_BYTES = 45  # a token and value channel of Gated DeltaNet (queries and keys are repeated to the value heads, in float32)
+STATE_COPIES = 6  # of Gated DeltaNet's float32 state, a row
+MLP_BYTES = 6  # a token and intermediate channel: gate, up, and their product in BF16
+HIDDEN_BYTES = 4  # a token and hidden channel: a layer's input beside what is made of it
+INSIDE = {"cuda": 1.0, "cpu": 1.2}  # with what PyTorch's operators take while they work, and the allocator keeps
 PACKED_BYTES = 0.5625  # a weight in NVFP4 with its share of a block scale
 DISK_MARGIN_BYTES = 50_000_000  # side files, headers, records
 USABLE = 0.9  # of what is free, for the estimate is one
@@ -82,8 +88,8 @@ def estimate_needs(plan: AssemblyPlan, request: Request) -> Needs:
     device, gpu = resolve_device(request.device)
     weights, head = _weights_bytes(plan), _head_bytes(plan)
     states, working = _states_bytes(plan, recipe), _working_bytes(plan, recipe)
-    decoder = weights + max(working, PACKING_BYTES)
-    start = head + weights // 2 + (int(head / 2 * PACKED_BYTES) + PACKING_BYTES if head else 0)
+    decoder = weights + max(int(working * INSIDE[device]) + QUEUED_BYTES[device], PACKING_BYTES[device])
+    start = head + weights // 2 + (int(head / 2 * PACKED_BYTES) + PACKING_BYTES[device] if head else 0)
     there = sum(f.stat().st_size for place in (request.workspace, request.out) for f in place.rglob("*.safetensors"))
     disk = max(0, plan.nbytes + DISK_MARGIN_BYTES - there)
     available, free = available_memory_bytes(), free_disk_bytes(request.out.absolute().parent)
@@ -127,9 +133,13 @@ def _states_bytes(plan: AssemblyPlan, recipe: Recipe) -> int:
 
 
 def _working_bytes(plan: AssemblyPlan, recipe: Recipe) -> int:
-    """The temporaries of a forward pass."""
-    rows = min(recipe.calibration.batch_size, recipe.calibration.num_samples)
-    return rows * recipe.calibration.sequence_length * int(plan.architecture.text["hidden_size"]) * FORWARD_BYTES
+    """The temporaries of a forward pass: Gated DeltaNet's, or those of the MLP where that is wider."""
+    text = plan.architecture.text
+    rows, tokens = min(recipe.calibration.batch_size, recipe.calibration.num_samples), recipe.calibration.sequence_length
+    heads, key, value = (int(text[f"linear_{name}"]) for name in ("num_value_heads", "key_head_dim", "value_head_dim"))
+    delta = tokens * heads * value * DELTA_BYTES + heads * key * value * 4 * STATE_COPIES
+    mlp = tokens * int(text.get("intermediate_size") or 0) * MLP_BYTES
+    return rows * (max(delta, mlp) + tokens * int(text["hidden_size"]) * HIDDEN_BYTES)
 
 
 def judge_needs(needs: Needs) -> tuple[list[str], list[str]]:

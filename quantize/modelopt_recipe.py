@@ -102,6 +102,8 @@ def read_modelopt_recipe(name: str) -> ModelOptRecipe:
         raise ModelOptRecipeError(f"{name} is not a ModelOpt PTQ recipe: it has no quantize.quant_cfg")
     algorithm = quantize.get("algorithm") or {}
     method = algorithm.get("method") if isinstance(algorithm, dict) else algorithm
+    if method == "mse" and not (isinstance(algorithm, dict) and algorithm.get("fp8_scale_sweep") is True):
+        method = "mse without fp8_scale_sweep"  # another search, with other results
     return ModelOptRecipe(name, str(method), tuple(quantize["quant_cfg"]))
 
 

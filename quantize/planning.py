@@ -1,15 +1,17 @@
 """From a request to an assembly plan. Headers and configs only; no torch; about a second."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from assemble.architecture import MTP_PREFIX, TEXT_CLASS, Architecture, experts_container, read_architecture
+from assemble.architecture import LM_HEAD, MTP_PREFIX, TEXT_CLASS, Architecture, experts_container, read_architecture
 from assemble.checkpoint import Checkpoint
 from assemble.errors import InputError
+from assemble.formats import FP8, W4A16_NVFP4
 from assemble.plan import AssemblyPlan, plan_assembly
 from assemble.sidefiles import check_side_files
 from quantize.budget import MachineError
-from quantize.modelopt_recipe import ModelOptRecipe, read_modelopt_recipe
+from quantize.modelopt_recipe import ModelOptRecipe, ModelOptRecipeError, read_modelopt_recipe
 from quantize.provenance import package_version
 from quantize.stage import Request
 from recipes.schema import Recipe
@@ -24,6 +26,7 @@ def build_plan(recipe: Recipe, source: Checkpoint, head: Checkpoint) -> Assembly
     architecture = read_architecture(source.config, source)
     table = modelopt_table(recipe, architecture)
     schemes = _schemes(table, architecture)
+    _check_within_reach(table, schemes)
     plan = plan_assembly(source, head, architecture, schemes, recipe.max_shard_bytes)
     table.check_kv_cache(f"{architecture.prefix}layers.0.self_attn")
     return plan
@@ -40,6 +43,24 @@ def _schemes(table: ModelOptRecipe, architecture: Architecture) -> dict[str, str
         if (scheme := asked[key]) is not None:
             schemes[module] = scheme
     return schemes
+
+
+def _check_within_reach(table: ModelOptRecipe, schemes: Mapping[str, str]) -> None:
+    """Refuses what the engine would meet after the first layers only.
+
+    FP8 needs the input of a module measured, which is done for the decoder's own projections: logits are never computed, and
+    an expert sees few tokens or none.
+
+    Raises:
+        ModelOptRecipeError: another algorithm than `max` and `mse`, or FP8 for lm_head or for routed experts.
+    """
+    if table.method not in ("max", "mse"):
+        raise ModelOptRecipeError(f"ModelOpt recipe {table.name} calibrates with {table.method}; max and mse can be done.")
+    for module, scheme in schemes.items():
+        if scheme == FP8 and (module == LM_HEAD or experts_container(module) != module):
+            raise ModelOptRecipeError(
+                f"ModelOpt recipe {table.name} makes {module} {FP8}; lm_head and routed experts can be {W4A16_NVFP4} or left."
+            )
 
 
 def modelopt_table(recipe: Recipe, architecture: Architecture) -> ModelOptRecipe:
@@ -91,7 +112,7 @@ def plan_notes(plan: AssemblyPlan, changes: list[str], mtp_from: str | None) -> 
     notes = check_side_files(plan.source.root, plan.architecture) + [f"config.json will be completed: {c}" for c in changes]
     if not plan.architecture.wrapped:
         name = TEXT_CLASS[plan.architecture.model_type]
-        known = "vLLM 0.32 and 0.33 know it, 0.22 to 0.26 do not (0.27 to 0.31: not checked)"
+        known = "vLLM 0.27.1 and newer know it, 0.22 to 0.26 do not"
         notes.append(f"text-only class {name}: {known}")
     if mtp_from:
         notes.append(f"the MTP head comes from {mtp_from}")
@@ -119,7 +140,7 @@ def sizes(plan: AssemblyPlan) -> dict[str, dict[str, int]]:
     for tensor in (t for shard in plan.shards for t in shard.tensors):
         scheme = plan.schemes.get(tensor.name.rpartition(".")[0])
         kind = scheme or ("MTP head" if tensor.name.startswith(MTP_PREFIX) else "other")
-        entry = kinds.setdefault(kind, {"tensors": 0, "bytes": 0})
+        entry = kinds.get(kind) or kinds.setdefault(kind, {"tensors": 0, "bytes": 0})
         entry["tensors"] += 1
         entry["bytes"] += tensor.nbytes
     return kinds

@@ -86,4 +86,4 @@ def _count(number: int, what: str) -> str:
 def _serve_command(out: Path, *, text_only: bool) -> str:
     tower = "" if text_only else "--language-model-only "
     speculative = '{"method":"mtp","num_speculative_tokens":2}'
-    return f"vllm serve {out} {tower}--kv-cache-dtype fp8 --speculative-config '{speculative}'"
+    return f"vllm serve {out} {tower}--kv-cache-dtype fp8 --speculative-config '{speculative}' --no-enable-prefix-caching"

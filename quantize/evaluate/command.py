@@ -111,7 +111,8 @@ def evaluate_command(
             raise InputError(
                 "--tasks is for a server: give its --endpoint."
                 if tasks
-                else "give a CHECKPOINT, and with --source the BF16 checkpoint that it was made of."
+                else "give a CHECKPOINT, and with --source the BF16 checkpoint that it was made of: "
+                "python -m quantize evaluate OUT --source MODEL --data held-out.jsonl"
             )
         from quantize.evaluate import gates
         from quantize.evaluate.asked import Asked, run

@@ -82,7 +82,7 @@ def work(task: Task, reporter: Reporter) -> tuple[dict[str, str], dict[str, Any]
         batch_size = task.recipe.calibration.batch_size
         rows, store = np.load(task.rows), Store(task.store)
         job = engine.Job(plan, method, rows, batch_size, device, store, task.directory, engine.SAVE_SECONDS)
-        journal = open_journal(task.directory, ranks.rank)
+        journal = open_journal(task.directory, job.states_bytes, ranks.rank)
         ranks.gather(None)  # everyone has read the journals
         if ranks.rank == 0:
             remove_leftovers(journal)

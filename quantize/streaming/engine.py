@@ -24,8 +24,9 @@ from assemble.checkpoint import TensorInfo
 from assemble.formats import FP8
 from assemble.plan import AssemblyPlan, PlannedShard
 from assemble.rules.scan import holds_special
-from assemble.writer import copy_shard
+from assemble.writer import copy_shard, sync_directory
 from quantize.console import Reporter
+from quantize.machine import free_disk_bytes
 from quantize.streaming.activations import Activations, Store
 from quantize.streaming.calibration import Calibration, own_rows
 from quantize.streaming.decoder import Decoder
@@ -61,6 +62,11 @@ class Job:
     store: Store
     directory: Path
     save_seconds: float
+
+    @property
+    def states_bytes(self) -> int:
+        """The hidden states of all rows, BF16."""
+        return self.rows.size * int(self.plan.architecture.text["hidden_size"]) * torch.bfloat16.itemsize
 
 
 @dataclass(frozen=True)
@@ -112,6 +118,7 @@ class _Run:
                 self._step(step, reading, packer, sink)
                 advance(step.group.nbytes, speed.reached(step))
                 copies.check()
+                sink.check()
             with _Timed(self._seconds, "finish"):
                 sink.finish()
                 copies.finish()
@@ -148,11 +155,32 @@ class _Run:
         schemes, names = self._job.plan.schemes, (name.removesuffix(".weight") for name in tensors)
         measured = {name for name in names if schemes.get(prefix + name) == FP8}
         self._input_amax |= {prefix + n: amax for n, amax in self._calibration.run(layer, tensors, measured).items()}
-        due = time.monotonic() - self._saved > self._job.save_seconds
-        if due and self._ranks.alone and layer + 1 < self._job.plan.architecture.num_layers:
-            self._calibration.states.save(self._journal.states_path(layer + 1))
-            self._journal.states_saved(layer + 1, self._input_amax)
-            self._saved = time.monotonic()
+        if self._save_due() and layer < self._last_to_run:
+            self._save(self._calibration.states, layer + 1)
+
+    def _save_due(self) -> bool:
+        """Whether to save now: the same for all ranks. A disk that the shards will fill is left to them."""
+        job = self._job
+        left = sum(shard.nbytes for shard in job.plan.shards if shard.name not in self._journal.shards)
+        room = free_disk_bytes(job.directory) - left - job.states_bytes
+        waited, lack = self._ranks.largest([time.monotonic() - self._saved, -float(room)])
+        return waited > job.save_seconds and lack < 0
+
+    def _save(self, states: Activations, layer: int) -> None:
+        """Saves the hidden states of all ranks before a layer: complete under their name, or not there."""
+        path = self._journal.states_path(layer)
+        temporary = path.with_name(path.name + ".tmp")
+        try:
+            states.save(temporary, self._ranks)
+            self._ranks.gather(None)  # every rank's rows are on the disk
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        if self._ranks.rank == 0:
+            temporary.replace(path)
+            sync_directory(path.parent)
+            self._journal.states_saved(layer, self._input_amax)
+        self._saved = time.monotonic()
 
     def _start(self) -> Calibration:
         """The decoder, and the hidden states before the first layer that is run."""
@@ -162,7 +190,7 @@ class _Run:
         path = job.directory / f"activations-{self._ranks.rank}.bin"
         states = Activations((*rows.shape, decoder.hidden_size), job.batch_size, decoder.device, job.store, path)
         if self._journal.next_layer:
-            states.restore(self._journal.states_path(self._journal.next_layer))
+            states.restore(self._journal.states_path(self._journal.next_layer), self._ranks)
         else:
             states.embed(decoder, job.plan.source, f"{architecture.prefix}embed_tokens.weight", rows)
         return Calibration(decoder, states, self._ranks)

@@ -55,24 +55,33 @@ class Journal:
                 path.unlink()
 
     def close(self) -> None:
-        """Removes what only an unfinished run needs."""
-        for pattern in ("hidden-*.bin*", "activations-*.bin", "journal-*.json"):
-            for path in self.directory.glob(pattern):
-                path.unlink(missing_ok=True)
+        """Removes what is large and only an unfinished run needs.
+
+        The journals stay: whoever kills the run before its record is written finds every shard finished.
+        """
+        for path in self.directory.glob("hidden-*.bin*"):
+            path.unlink(missing_ok=True)
 
     def _save(self) -> None:
         state = {"shards": self.shards, "input_amax": self.input_amax, "next_layer": self.next_layer}
         write_object(self.directory / f"journal-{self.rank}.json", state)
 
 
-def open_journal(directory: Path, rank: int = 0) -> Journal:
-    """What earlier runs in this folder have done and is still there."""
+def open_journal(directory: Path, states_bytes: int, rank: int = 0) -> Journal:
+    """What earlier runs in this folder have done and is still there.
+
+    Args:
+        directory: The folder.
+        states_bytes: The size of the file of all hidden states; one of another size is not taken.
+        rank: Whose journal is opened.
+    """
     journal = Journal(directory, rank)
     for path in sorted(directory.glob("journal-*.json")):
         state = _read(path)
         there = {name: digest for name, digest in state.shards.items() if (directory / name).is_file()}
         journal.shards |= there
-        if state.next_layer and journal.states_path(state.next_layer).is_file():
+        states = journal.states_path(state.next_layer)
+        if state.next_layer > journal.next_layer and states.is_file() and states.stat().st_size == states_bytes:
             journal.next_layer, journal.input_amax = state.next_layer, state.input_amax
     return journal
 

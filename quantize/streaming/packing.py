@@ -24,7 +24,7 @@ from quantize.streaming.sweep import best_block_amax
 
 E4M3_MIN = 2.0**-9  # ModelOpt lets no block scale be smaller, so none is zero
 WEIGHTS_AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 24}
-TEMPORARY_BYTES = 24  # a weight that is being packed
+MEASURED_AT_ONCE = 1 << 23  # weights
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,13 @@ def amax(weight: Tensor) -> Tensor:
     """The largest magnitude of each matrix of a BF16 stack [S, N, K]: float32 [S], NaN where there is one.
 
     BF16 numbers of one sign order by magnitude as 16-bit integers do, so no temporaries in float32 are needed: the largest
-    positive is the largest integer, and with the sign bit flipped the most negative number is.
+    positive is the largest integer, and with the sign bit flipped the most negative number is. A part at a time: the flipped
+    copy of a whole lm_head would be the largest thing in memory.
     """
-    bits = weight.view(torch.int16)
-    largest = torch.maximum(bits.amax(dim=(1, 2)), (bits ^ -0x8000).amax(dim=(1, 2)))
-    return largest.view(torch.bfloat16).float()
+    rows = max(1, MEASURED_AT_ONCE // (weight.shape[0] * weight.shape[2]))
+    parts = torch.split(weight.view(torch.int16), rows, dim=1)
+    largest = [torch.maximum(bits.amax(dim=(1, 2)), (bits ^ -0x8000).amax(dim=(1, 2))) for bits in parts]
+    return torch.stack(largest).amax(dim=0).view(torch.bfloat16).float()
 
 
 def pack_nvfp4(weight: Tensor, tensor_amax: Tensor, method: str) -> Packed:

@@ -3,12 +3,32 @@
 What they exchange is a few numbers a layer and the names of finished shards, so it goes over gloo, on the host.
 """
 
+import contextlib
 import datetime as dt
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from quantize.errors import CheckFailedError
+
 TIMEOUT = dt.timedelta(days=2)  # the others wait while the first fetches and verifies
+
+
+class RankError(CheckFailedError):
+    """Another process of the run ended before its work was done."""
+
+
+@contextlib.contextmanager
+def _meeting() -> Iterator[None]:
+    """Says what it means when the others cannot be reached: they are gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankError(
+            "another process of this run failed or was stopped; its own message says why. What is finished is kept: the same "
+            "command continues."
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -34,7 +54,8 @@ class Ranks:
             import torch.distributed as dist
 
             if not dist.is_initialized():
-                dist.init_process_group("gloo", rank=self.rank, world_size=self.size, timeout=TIMEOUT)
+                with _meeting():
+                    dist.init_process_group("gloo", rank=self.rank, world_size=self.size, timeout=TIMEOUT)
 
     def leave(self) -> None:
         """Parts from the others."""
@@ -50,7 +71,8 @@ class Ranks:
         import torch.distributed as dist
 
         box = [value]
-        dist.broadcast_object_list(box, src=0)
+        with _meeting():
+            dist.broadcast_object_list(box, src=0)
         return box[0]
 
     def largest(self, values: list[float]) -> list[float]:
@@ -61,7 +83,8 @@ class Ranks:
         import torch.distributed as dist
 
         tensor = torch.tensor(values, dtype=torch.float32)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        with _meeting():
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return tensor.tolist()
 
     def gather(self, value: Any) -> list[Any]:
@@ -71,7 +94,8 @@ class Ranks:
         import torch.distributed as dist
 
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
+        with _meeting():
+            dist.all_gather_object(values, value)
         return values
 
 

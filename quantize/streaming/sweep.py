@@ -28,8 +28,10 @@ def best_block_amax(weight: Tensor, tensor_amax: Tensor) -> Tensor:
         float32 [S, N, K/16].
     """
     blocks = weight.view(weight.shape[0], -1, BLOCK)
-    made = [_sweep(matrix, largest) for matrix, largest in zip(blocks, tensor_amax, strict=True)]
-    return torch.stack(made).view(*weight.shape[:2], -1)
+    made = torch.empty(blocks.shape[:2], device=weight.device)
+    for matrix, largest, best in zip(blocks, tensor_amax, made, strict=True):
+        best[:] = _sweep(matrix, largest)
+    return made.view(*weight.shape[:2], -1)
 
 
 def _sweep(blocks: Tensor, tensor_amax: Tensor) -> Tensor:

@@ -1,8 +1,10 @@
 """The other processes of a run under `torchrun`: they take part in the quantize stage, and wait otherwise."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
-from quantize.console import Reporter
+from quantize.console import Advance, Reporter
 from quantize.streaming.ranks import find_ranks
 
 
@@ -11,6 +13,15 @@ class Silent(Reporter):
 
     def line(self, text: str) -> None:
         """Nothing."""
+
+    @contextlib.contextmanager
+    def task(self, description: str, total: int) -> Iterator[Advance]:
+        """Nothing, on a terminal either."""
+
+        def advance(n: int, reached: str = "") -> None:
+            """Nothing."""
+
+        yield advance
 
 
 def follow() -> None:

@@ -5,6 +5,7 @@ is there; its digest then says that it is finished. Tensors whose shard is not a
 finished before, or another process writes it.
 """
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -46,6 +47,7 @@ class ShardSink:
         self._waiting: list[Future[Any]] = []
         self._room = _Room(QUEUED_BYTES)
         self._staging: Tensor | None = None
+        self._stream: Any = None
 
     def __enter__(self) -> "ShardSink":
         return self
@@ -73,13 +75,18 @@ class ShardSink:
             if spec is None or (tensor.dtype, tuple(tensor.shape)) != (DTYPES[spec.dtype], spec.shape):
                 planned = f"{spec.dtype} {spec.shape}" if spec else "nothing"
                 raise CoverageError(f"{name} became {tensor.dtype} {tuple(tensor.shape)}, planned {planned}")
+        self.check()
+        nbytes = sum(self._specs[name].nbytes for name in tensors)
+        self._room.take(nbytes)
+        device = next((t.device for t in tensors.values() if t.is_cuda), None)
+        ready = torch.cuda.current_stream(device).record_event() if device else None
+        self._waiting.append(self._disk.submit(self._write, dict(tensors), nbytes, device, ready))
+
+    def check(self) -> None:
+        """Raises what a thread met, a full disk, say."""
         for done in [w for w in self._waiting if w.done()]:
             done.result()
             self._waiting.remove(done)
-        nbytes = sum(self._specs[name].nbytes for name in tensors)
-        self._room.take(nbytes)
-        ready = torch.cuda.current_stream().record_event() if any(t.is_cuda for t in tensors.values()) else None
-        self._waiting.append(self._disk.submit(self._write, dict(tensors), nbytes, ready))
 
     def finish(self) -> None:
         """Waits until everything is on the disk.
@@ -98,17 +105,28 @@ class ShardSink:
         if unfinished:
             raise CoverageError(f"not every planned module was quantized: {unfinished[0]} is incomplete")
 
-    def _write(self, tensors: dict[str, Tensor], nbytes: int, ready: Any) -> None:
+    def _write(self, tensors: dict[str, Tensor], nbytes: int, device: torch.device | None, ready: Any) -> None:
         try:
-            if ready is not None:
-                ready.synchronize()
-            for name, tensor in tensors.items():
-                self._put(self._writer(self._home[name]), self._specs[name], tensor)
+            with self._beside(device, ready):
+                for name, tensor in tensors.items():
+                    self._put(self._writer(self._home[name]), self._specs[name], tensor)
         finally:
             self._room.give(nbytes)
         for shard in {self._home[name].name for name in tensors}:
             if self._writers[shard].complete:
                 self._waiting.append(self._commits.submit(self._commit, shard))
+
+    def _beside(self, device: torch.device | None, ready: Any) -> contextlib.AbstractContextManager[Any]:
+        """On a GPU, a stream of its own: copies wait for their tensors, and not for all that was queued after them.
+
+        A thread starts with GPU 0 as its current one, whichever the process works on, so nothing may depend on that.
+        """
+        if device is None:
+            return contextlib.nullcontext()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream.wait_event(ready)
+        return torch.cuda.stream(self._stream)
 
     def _writer(self, shard: PlannedShard) -> ShardWriter:
         if shard.name not in self._writers:
@@ -129,7 +147,7 @@ class ShardSink:
             self._staging = torch.empty(PIECE, dtype=torch.uint8, pin_memory=True)
         host = self._staging[: piece.numel()]
         host.copy_(piece, non_blocking=True)
-        torch.cuda.current_stream().synchronize()
+        self._stream.synchronize()
         return host
 
     def _commit(self, shard: str) -> None:

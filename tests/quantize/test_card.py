@@ -63,7 +63,10 @@ def test_dense(quantized: Outcome) -> None:
         assert str(quantized.out.parent) not in text
         assert "/models/" not in text
     assert "MTP head | BF16, as in the source | 15 | 1.6 MB" in card
-    assert "--language-model-only" in card
+    serve = card.split("## Serve")[1].split("For particular GPUs")[0]
+    assert "--language-model-only" in serve
+    assert "  --no-enable-prefix-caching\n" in serve  # with drafting, a cached prefix corrupts the output
+    assert "--moe-backend" not in serve
     rules = len(json.loads((quantized.out.with_name("out.run") / "verify" / "verify.json").read_text())["rules"])
     assert f"{rules} rules were checked on the written files, tensor values included: no errors." in card
     assert "\n\n\n" not in card
@@ -86,9 +89,11 @@ def test_text_only_mixture(make_variant: Callable[..., Path], calibration: Path,
     card, outcome = made(make_variant(moe=True, text_only=True), calibration, tmp_path / "out")
     assert metadata(card)["pipeline_tag"] == "text-generation"
     assert "routed and shared experts" in card
-    assert "--language-model-only" not in card.split("For particular cards")[0]
+    assert "--language-model-only" not in card.split("For particular GPUs")[0]
     assert "`Qwen3_5MoeForCausalLM`" in card
     assert "0.23 or newer" not in card
+    assert "vLLM 0.27 or newer has the text-only class" in card
+    assert "  --moe-backend marlin \\\n" in card.split("For particular GPUs")[0]
     assert "no errors, 1 warning.\n" in card
     assert f"- {outcome.records['verify'].facts['warnings'][0]}\n" in card
 
@@ -118,7 +123,7 @@ def test_evaluated_and_served(facts: dict[str, Any]) -> None:
         "| KL divergence, mean, nats a token | 0.0312 (0.0298 to 0.0327) |",
         "| same most likely token | 95.0 % (94.0 % to 96.0 %) |",
         "| quantized | 1.70 | 2.30 |",
-        "![kl histogram](evaluation-kl-histogram.png)",
+        "![KL divergence, token by token](evaluation-kl-histogram.png)",
         "- `model.y`: is all zero",
         "max_kl 0.03 (limit 0.1); all were met.",
         "vLLM 0.26.0 on NVIDIA H200 (compute capability 9.0): all checks passed.",
@@ -126,10 +131,11 @@ def test_evaluated_and_served(facts: dict[str, Any]) -> None:
         "1220 of 1650 drafted tokens were accepted (73.9 %; by position 82.0 %, 65.0 %): 2.48 tokens a step with 2 drafts",
         "2.46 were predicted offline",
         "NVFP4 `MarlinNvFp4LinearKernel`; attention `FLASH_ATTN`.",
-        "not simulated: batching.",
+        "- Not simulated: batching.",
         "compute capability 12.0) were not tried",
     ):
         assert said in card, said
+    assert "`python -m quantize evaluate DIR --source tiny-qwen3_5-mtp --data heldout.jsonl`" in card
     assert "Not evaluated" not in card
     assert "no smoke test was run" not in card
 

@@ -32,9 +32,9 @@ def planned(root: Path, max_shard_bytes: int = SHARD_BYTES) -> AssemblyPlan:
 
 def quantize(plan: AssemblyPlan, out: Path, store: Store = Store.HOST, save_seconds: float = 1e9) -> dict:
     out.mkdir(exist_ok=True)
-    journal = open_journal(out)
-    remove_leftovers(journal)
     job = engine.Job(plan, "max", ROWS, 2, "cpu", store, out, save_seconds)
+    journal = open_journal(out, job.states_bytes)
+    remove_leftovers(journal)
     return engine.quantize(job, journal, Ranks(), Reporter())
 
 
@@ -180,14 +180,16 @@ def test_two_processes(model: Path, made: dict[str, bytes], tmp_path: Path) -> N
     assert shards(out) == made  # whole batches are shared out, so even the input scales are the same
 
 
-def test_the_stage_leaves_shards_and_logs_only(tiny: Path, tmp_path: Path) -> None:
+def test_the_stage_leaves_shards_a_log_and_its_journal(tiny: Path, tmp_path: Path) -> None:
     np.save(tmp_path / "rows.npy", ROWS)
     out = tmp_path / "out"
     out.mkdir()
     task = Task(tiny, tiny, loader.load("demo").recipe, tmp_path / "rows.npy", out, "cpu", "disk")
     digests, facts = work(task, Reporter())
-    assert {p.name for p in out.iterdir()} == {*digests, "log-0.txt"}
+    assert {p.name for p in out.iterdir()} == {*digests, "log-0.txt", "journal-0.json"}
     assert facts["layers_run"] == 4
+    again, facts = work(task, Reporter())  # as after a kill before the record was written
+    assert (again, facts["layers_run"], facts["bytes_read"]) == (digests, 0, 0)
 
 
 def test_a_tensor_of_another_shape_than_planned_is_refused(tiny: Path, tmp_path: Path) -> None:

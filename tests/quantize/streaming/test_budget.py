@@ -1,0 +1,70 @@
+"""The plan's memory against what was measured on one H200 and on CPUs."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from assemble.checkpoint import Checkpoint
+from benchmarks.headers import source_config_of, write_headers
+from quantize import budget
+from quantize.machine import GPU
+from quantize.planning import build_plan
+from quantize.stage import Request
+from recipes import loader
+
+SHAPE_9B = {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "linear_num_value_heads": 32,
+}
+SHAPE_1B = {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "linear_num_value_heads": 32,
+    "vocab_size": 32768,
+}
+SHAPE_03B = SHAPE_1B | {
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "num_hidden_layers": 8,
+    "linear_num_value_heads": 16,
+    "vocab_size": 65536,
+}
+
+
+def needs(root: Path, shape: str, text: dict[str, Any], rows: int, tokens: int, batch: int, device: str) -> budget.Needs:
+    loaded = loader.load(loader.DEFAULT)
+    sizes = {"num_samples": rows, "sequence_length": tokens, "batch_size": batch}
+    recipe = loaded.recipe.model_copy(update={"calibration": loaded.recipe.calibration.model_copy(update=sizes)})
+    source = Checkpoint.open(write_headers(root / "model", source_config_of(shape, **text)))
+    request = Request("m", root / "out", loader.LoadedRecipe(loaded.name, loaded.text, recipe), device=device)
+    return budget.estimate_needs(build_plan(recipe, source, source), request)
+
+
+@pytest.mark.parametrize(
+    ("shape", "text", "measured"),
+    [("27B", SHAPE_9B, 5.03e9), ("35B-A3B", {"num_hidden_layers": 2}, 6.19e9)],
+    ids=["9b", "35b-a3b"],
+)
+def test_gpu_memory(shape: str, text: dict[str, Any], measured: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    h200 = GPU("NVIDIA H200", 150_000_000_000, 149_000_000_000, "9.0")
+    monkeypatch.setattr(budget, "resolve_device", lambda _device: ("cuda", h200))
+    found = needs(tmp_path, shape, text, 512, 512, 16, "cuda")
+    assert found.activations == "device"
+    assert found.gpu_needed == pytest.approx(measured, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("text", "rows", "tokens", "measured"),
+    [(SHAPE_03B, 16, 64, 0.65e9), (SHAPE_03B, 8, 512, 1.14e9), (SHAPE_1B, 16, 64, 0.95e9), (SHAPE_1B, 4, 512, 1.24e9)],
+)
+def test_host_memory(text: dict[str, Any], rows: int, tokens: int, measured: float, tmp_path: Path) -> None:
+    found = needs(tmp_path, "27B", text, rows, tokens, min(rows, 8), "cpu")
+    assert found.memory_needed == pytest.approx(measured, rel=0.15)

@@ -59,7 +59,9 @@ if __name__ == "__main__":
     for call in ("replace", "rename", "link", "unlink"):
         watch(call, of_target)
     from quantize.__main__ import app
-    from quantize.streaming import engine
 
-    engine.SAVE_SECONDS = 0  # hidden states are saved behind every layer
+    if "/quantize/" in sys.argv[3]:
+        from quantize.streaming import engine
+
+        engine.SAVE_SECONDS = 0  # hidden states are saved behind every layer
     app(sys.argv[4:], prog_name="quantize")

@@ -1,4 +1,4 @@
-"""Reading back, code by code: against the reference of `assemble.formats`, compressed-tensors and ModelOpt."""
+"""Reading back, code by code: against the reference of `assemble.dequantize`, compressed-tensors and ModelOpt."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from assemble import formats
+from assemble import dequantize
 from quantize.evaluate.dequantize import (
     dequantize_fp8,
     dequantize_nvfp4,
@@ -29,7 +29,7 @@ def random_triple(seed: int, rows: int, blocks: int) -> tuple[torch.Tensor, torc
 def test_nvfp4_is_the_reference_and_compressed_tensors(seed: int, rows: int, blocks: int) -> None:
     packed, codes, scale = random_triple(seed, rows, blocks)
     mine = dequantize_nvfp4(packed, codes, scale).numpy()
-    reference = formats.dequantize_nvfp4(packed.numpy(), codes.view(torch.uint8).numpy(), float(scale))
+    reference = dequantize.dequantize_nvfp4(packed.numpy(), codes.view(torch.uint8).numpy(), float(scale))
     np.testing.assert_array_equal(mine, reference)
     np.testing.assert_array_equal(np.signbit(mine), np.signbit(reference))  # -0 too
     values = unpack_fp4_from_uint8(packed, rows, blocks * 16, dtype=torch.float32).reshape(rows, blocks, 16)
@@ -53,7 +53,7 @@ def test_fp8_is_the_reference_and_modelopts() -> None:
     quantized, _ = FP8QTensor.quantize(weight, scale)
     codes = quantized._quantized_data
     mine = dequantize_fp8(codes, scale)
-    np.testing.assert_array_equal(mine.numpy(), formats.dequantize_fp8(codes.view(torch.uint8).numpy(), float(scale)))
+    np.testing.assert_array_equal(mine.numpy(), dequantize.dequantize_fp8(codes.view(torch.uint8).numpy(), float(scale)))
     theirs = quantized.dequantize(dtype=torch.float32, scale=scale)
     torch.testing.assert_close(mine, theirs, rtol=2e-7, atol=0)
 

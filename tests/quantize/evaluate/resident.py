@@ -1,7 +1,7 @@
 """The oracle: a whole transformers model in memory that computes with a checkpoint's files, written without our reader.
 
-Weights are dequantized by the reference of `assemble.dequantize` (numpy). FP8 inputs are rounded by a wrapper around each linear
-layer, keys and values by an attention function that is registered with transformers.
+Weights are dequantized by the reference of `assemble.dequantize` (numpy). FP8 inputs are rounded by a wrapper around each
+linear layer, keys and values by an attention function that is registered with transformers.
 """
 
 from pathlib import Path

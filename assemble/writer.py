@@ -26,16 +26,18 @@ class ShardWriter:
     Args:
         path: The shard's final path.
         tensors: Its tensors, in file order.
+        hash_apart: Leave the hashing to `hash_written`, for a thread of its own: SHA-256 can be slower than the disk.
     """
 
-    def __init__(self, path: Path, tensors: Iterable[TensorSpec]) -> None:
+    def __init__(self, path: Path, tensors: Iterable[TensorSpec], *, hash_apart: bool = False) -> None:
         self.path = path
         self._temporary = path.with_name(path.name + ".tmp")
         header, self._places = _header(tensors)
         self._missing = set(self._places)
         self._fresh: list[tuple[int, int]] = []  # start and size of what was written since the last `start_writeback`
-        self._digest, self._digested = hashlib.sha256(header), len(header)
-        self._file = self._temporary.open("wb", buffering=0)
+        self._digest, self._digested, self._hash_apart = hashlib.sha256(header), len(header), hash_apart
+        self._front = len(header)  # up to here the file is written without a gap
+        self._file = self._temporary.open("w+b", buffering=0)
         try:
             _write_all(self._file.fileno(), header, 0)
         except BaseException:
@@ -69,11 +71,19 @@ class ShardWriter:
             raise ValueError(f"{self.path.name}: {size} bytes at {offset} do not fit {name} ({nbytes} bytes, written once)")
         _write_all(self._file.fileno(), data, start + offset)
         self._fresh.append((start + offset, size))
-        if start + offset == self._digested:
-            self._digest.update(data)
-            self._digested += size
+        if start + offset == self._front:
+            if not self._hash_apart:
+                self._digest.update(data)
+                self._digested += size
+            self._front += size
         if offset + size == nbytes:
             self._missing.discard(name)
+
+    def hash_written(self) -> None:
+        """Hashes what has been written without a gap since the last time. One thread at a time."""
+        while data := os.pread(self._file.fileno(), min(CHUNK, self._front - self._digested), self._digested):
+            self._digest.update(data)
+            self._digested += len(data)
 
     def start_writeback(self) -> None:
         """Asks the system to begin writing to the disk what it has, so that `commit` has little left to wait for."""

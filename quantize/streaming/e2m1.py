@@ -14,15 +14,8 @@ E2M1_MAX, E4M3_MAX = 6.0, 448.0
 def rounded(size: Tensor) -> Tensor:
     """The nearest E2M1 magnitudes of float32 magnitudes, ties to the even code; beyond 6 it is 6."""
     value = size.clamp(max=2).mul_(2).round_().mul_(0.5)
-    value += size.clamp(min=2, max=4).round_().sub_(2)
-    return value.add_(size.clamp(min=4, max=6).sub_(4).mul_(0.5).round_().mul_(2))
-
-
-def magnitude_codes(size: Tensor) -> Tensor:
-    """The codes 0 to 7, as floats, of the same."""
-    code = size.clamp(max=2).mul_(2).round_()
-    code += size.clamp(min=2, max=4).round_().sub_(2)
-    return code.add_(size.clamp(min=4, max=6).sub_(4).mul_(0.5).round_())
+    value += size.clamp(min=2, max=4).round_()
+    return value.add_(size.clamp(min=4, max=6).mul_(0.5).round_(), alpha=2).sub_(6)
 
 
 def packed_codes(scaled: Tensor) -> Tensor:
@@ -31,7 +24,15 @@ def packed_codes(scaled: Tensor) -> Tensor:
     The even column is in the low four bits. The fourth bit is the sign; a negative number that rounds to zero keeps it, a
     zero of either sign has none, as in ModelOpt 0.47 `NVFP4QTensor._cast_fp4`.
     """
-    code = magnitude_codes(scaled.abs()).to(torch.uint8)
+    code = _magnitude_codes(scaled.abs())
     code |= (scaled < 0).view(torch.uint8) << 3
     pairs = code.view(scaled.shape[0], -1).view(torch.int16)  # little-endian: the even column is the low byte
     return ((pairs >> 4) | pairs).to(torch.uint8)
+
+
+def _magnitude_codes(size: Tensor) -> Tensor:
+    """The codes 0 to 7, uint8, of the same; `size` is used up. The last two stretches start at 2 steps each."""
+    code = size.clamp(max=2).mul_(2).round_()
+    code += size.clamp(min=2, max=4).round_()
+    code += size.clamp_(min=4, max=6).mul_(0.5).round_()
+    return code.to(torch.uint8).sub_(4)

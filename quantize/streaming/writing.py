@@ -43,7 +43,7 @@ class ShardSink:
         self._specs = {t.name: t for shard in shards for t in shard.tensors}
         self._directory, self._finished = directory, finished
         self._writers: dict[str, ShardWriter] = {}
-        self._disk, self._commits = ThreadPoolExecutor(1), ThreadPoolExecutor(2)
+        self._disk, self._hashing, self._commits = ThreadPoolExecutor(1), ThreadPoolExecutor(1), ThreadPoolExecutor(2)
         self._waiting: list[Future[Any]] = []
         self._room = _Room(QUEUED_BYTES)
         self._staging: Tensor | None = None
@@ -57,6 +57,7 @@ class ShardSink:
         self._room.open()
         self._disk.shutdown(cancel_futures=True)
         self._commits.shutdown(cancel_futures=True)
+        self._hashing.shutdown(cancel_futures=True)
         for writer in self._writers.values():
             writer.abandon()
 
@@ -113,6 +114,7 @@ class ShardSink:
         finally:
             self._room.give(nbytes)
         for shard in {self._home[name].name for name in tensors}:
+            self._waiting.append(self._hashing.submit(self._writers[shard].hash_written))
             if self._writers[shard].complete:
                 self._waiting.append(self._commits.submit(self._commit, shard))
 
@@ -130,7 +132,7 @@ class ShardSink:
 
     def _writer(self, shard: PlannedShard) -> ShardWriter:
         if shard.name not in self._writers:
-            self._writers[shard.name] = ShardWriter(self._directory / shard.name, shard.tensors)
+            self._writers[shard.name] = ShardWriter(self._directory / shard.name, shard.tensors, hash_apart=True)
         return self._writers[shard.name]
 
     def _put(self, writer: ShardWriter, spec: TensorSpec, tensor: Tensor) -> None:
@@ -153,7 +155,7 @@ class ShardSink:
     def _commit(self, shard: str) -> None:
         writer = self._writers[shard]
         writer.commit()
-        self._finished(shard, writer.sha256())
+        self._finished(shard, self._hashing.submit(writer.sha256).result())
         writer.abandon()
 
 

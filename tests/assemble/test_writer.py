@@ -26,20 +26,23 @@ def test_read_back_by_safetensors(specs: list[TensorSpec], data: st.DataObject, 
     rng = np.random.default_rng(1)
     content = {s.name: rng.integers(0, 100, s.shape).astype(KINDS[s.dtype]) for s in specs}
     ordered = sorted(specs, key=file_order)
-    with ShardWriter(path, ordered) as writer:
+    apart = data.draw(st.booleans())
+    with ShardWriter(path, ordered, hash_apart=apart) as writer:
         for spec in data.draw(st.permutations(specs)):
             raw = content[spec.name].tobytes()
             cut = data.draw(st.integers(0, max(0, len(raw) - 1)))
             if cut:
                 writer.write(spec.name, raw[:cut])
             writer.write(spec.name, raw[cut:], cut)
+            if apart and data.draw(st.booleans()):
+                writer.hash_written()
         assert writer.complete
     assert not path.with_name("x.safetensors.tmp").exists()
     loaded = load_file(path) if specs else {}
     assert loaded.keys() == content.keys()
     for name, array in content.items():
         np.testing.assert_array_equal(loaded[name], array)
-    assert writer.sha256() == sha256_file(path)  # whether the pieces came in file order or not
+    assert writer.sha256() == sha256_file(path)  # in whatever order the pieces came, and whoever hashed them
     shard = read_shard(path)
     assert shard.metadata == {"format": "pt"}
     for tensor in shard.tensors:

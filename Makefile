@@ -2,13 +2,14 @@
 # make test    environment, install, and the test suite (offline, no GPU)
 # make check   environment, install, and the linters: ruff, mypy, import-linter
 # make vllm-env   a second environment, with vLLM's CPU build (2.5 GB): python -m assemble verify ... --with-vllm .venv-vllm/bin/python
-# make test-vllm  the law book against vLLM's own loader, in that environment; writes docs/faults.md
+# make test-vllm  the law book against vLLM's own loader, the smoke test and the profiles' flags, in that environment; writes docs/faults.md
 
 PYTHON ?= python3
 VENV   ?= .venv
 OUT    ?= out
 BIN    := $(VENV)/bin
 VLLM_VENV ?= .venv-vllm
+VLLM_TESTS ?= tests/vllm
 # Without an NVIDIA GPU, PyTorch's CPU build (0.2 GB) is taken in place of the default CUDA build (3 GB and more).
 TORCH            := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 TORCH_CPU_INDEX  ?= https://download.pytorch.org/whl/cpu
@@ -49,7 +50,7 @@ $(VLLM_VENV)/installed: tests/vllm/requirements.txt tests/vllm/make_env.sh
 	@touch $@
 
 test-vllm: install
-	VLLM_PYTHON=$(VLLM_VENV)/bin/python $(BIN)/python -m pytest tests/vllm -m vllm
+	VLLM_PYTHON=$(VLLM_VENV)/bin/python $(BIN)/python -m pytest $(VLLM_TESTS) -m vllm
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) build *.egg-info

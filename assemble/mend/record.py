@@ -7,8 +7,7 @@ from assemble.checkpoint import read_json
 from assemble.jsonfile import JSONFileError
 from assemble.mend.draft import Draft
 from assemble.mend.layout import OutputShard
-
-PROVENANCE = "provenance.json"
+from assemble.provenance import PROVENANCE
 
 
 def updated_provenance(draft: Draft, shards: Iterable[OutputShard], written: Iterable[str]) -> dict[str, Any] | None:

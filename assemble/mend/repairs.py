@@ -10,7 +10,8 @@ from assemble.mend import configs, files, head, ignore, modules, tensors, values
 from assemble.mend.draft import Draft, Note
 from assemble.mend.found import CONFIG, TWIN, Found, read_found
 from assemble.mend.layout import OutputShard, lay_out
-from assemble.mend.record import PROVENANCE, updated_provenance
+from assemble.mend.record import updated_provenance
+from assemble.provenance import PROVENANCE
 
 Repair = tuple[str, Callable[[Draft], None]]
 

@@ -7,11 +7,13 @@ were not finished are quantized again.
 
 import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from assemble.errors import InputError
 from assemble.jsonfile import read_object, write_object
+from assemble.writer import sha256_file
 
 
 @dataclass
@@ -68,7 +70,7 @@ class Journal:
 
 
 def open_journal(directory: Path, states_bytes: int, rank: int = 0) -> Journal:
-    """What earlier runs in this folder have done and is still there.
+    """What earlier runs in this folder have done and is still there, as they left it: finished shards are hashed again.
 
     Args:
         directory: The folder.
@@ -78,8 +80,7 @@ def open_journal(directory: Path, states_bytes: int, rank: int = 0) -> Journal:
     journal = Journal(directory, rank)
     for path in sorted(directory.glob("journal-*.json")):
         state = _read(path)
-        there = {name: digest for name, digest in state.shards.items() if (directory / name).is_file()}
-        journal.shards |= there
+        journal.shards |= _unchanged(directory, state.shards)
         states = journal.states_path(state.next_layer)
         if state.next_layer > journal.next_layer and states.is_file() and states.stat().st_size == states_bytes:
             journal.next_layer, journal.input_amax = state.next_layer, state.input_amax
@@ -93,6 +94,13 @@ def remove_leftovers(journal: Journal) -> None:
         for path in journal.directory.glob(pattern):
             if path.name not in keep:
                 path.unlink()
+
+
+def _unchanged(directory: Path, shards: Mapping[str, str]) -> dict[str, str]:
+    there = [name for name in shards if (directory / name).is_file()]
+    with ThreadPoolExecutor() as pool:
+        digests = dict(zip(there, pool.map(lambda name: sha256_file(directory / name), there), strict=True))
+    return {name: digest for name, digest in digests.items() if digest == shards[name]}
 
 
 def _read(path: Path) -> Journal:

@@ -119,6 +119,22 @@ def test_finished_shards_are_kept(model: Path, made: dict[str, bytes], tmp_path:
     assert {name: (out / name).stat().st_mtime_ns for name in before} == before
 
 
+def test_a_finished_shard_that_was_changed_since_is_made_again(
+    model: Path, made: dict[str, bytes], tmp_path: Path, stop_at: SimpleNamespace
+) -> None:
+    plan, out = planned(model), tmp_path / "out"
+    stop_at.layer = 3
+    with pytest.raises(StoppedError):
+        quantize(plan, out)
+    shard = next(out / s.name for s in plan.shards if s.quantized and (out / s.name).is_file())
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    stop_at.layer = None
+    quantize(plan, out)
+    assert shards(out) == made
+
+
 def test_a_torn_journal_costs_work_and_nothing_else(
     model: Path, made: dict[str, bytes], tmp_path: Path, stop_at: SimpleNamespace
 ) -> None:

@@ -69,9 +69,7 @@ def _hash(files: Mapping[str, Path], known: Mapping[str, Any], context: Context)
     """Size, times and SHA-256 of each file."""
     hashed: dict[str, Any] = {}
     for name, path in files.items():
-        status = path.stat()
-        # ctime too: a copy that keeps times (cp -p, rsync -t) sets mtime, and nothing but a change of the file sets ctime.
-        stamp = {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns, "ctime_ns": status.st_ctime_ns}
+        stamp = _stamp(path)
         entry = known.get(name, {})
         same = all(entry.get(key) == value for key, value in stamp.items())
         hashed[name] = stamp | {"digest": entry["digest"] if same else ""}
@@ -82,6 +80,25 @@ def _hash(files: Mapping[str, Path], known: Mapping[str, Any], context: Context)
             hashed[name]["digest"] = _digest(files[name])
             progress(hashed[name]["bytes"], name.removeprefix("model/"))
     return hashed
+
+
+def _stamp(path: Path) -> dict[str, int]:
+    status = path.stat()
+    # ctime too: a copy that keeps times (cp -p, rsync -t) sets mtime, and nothing but a change of the file sets ctime.
+    return {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns, "ctime_ns": status.st_ctime_ns}
+
+
+def check_unchanged(record: Record) -> None:
+    """Refuses a model that was changed since it was hashed, by a download that goes on, say: it is not the one on record.
+
+    Raises:
+        InputError: names the first.
+    """
+    root = Path(record.facts["model"]["root"])
+    for name, entry in record.facts["hashed"].items():
+        path = root / name.removeprefix("model/")
+        if name.startswith("model/") and _stamp(path) != {key: entry[key] for key in ("bytes", "mtime_ns", "ctime_ns")}:
+            raise InputError(f"{path} was changed while it was read. Start over when nothing writes to it: remove OUT.run.")
 
 
 def _digest(path: Path) -> str:

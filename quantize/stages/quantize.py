@@ -59,7 +59,9 @@ def run(context: Context) -> Result:
     ranks = find_ranks()
     ranks.join()
     ranks.broadcast(task)
-    return Result(*work(task, context.reporter))
+    result = Result(*work(task, context.reporter))
+    fetch.check_unchanged(context.records["fetch"])
+    return result
 
 
 def work(task: Task, reporter: Reporter) -> tuple[dict[str, str], dict[str, Any]]:

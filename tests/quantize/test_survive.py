@@ -114,6 +114,30 @@ def test_a_changed_source_with_its_old_time_is_noticed(tiny: Path, calibration: 
         run(request, Reporter())
 
 
+class Rewriter(Reporter):
+    """Changes a file when a stage is done."""
+
+    def __init__(self, stage: str, path: Path) -> None:
+        super().__init__()
+        self.stage, self.path = stage, path
+
+    def line(self, text: str) -> None:
+        if text.startswith(f"{self.stage}: done"):
+            data = bytearray(self.path.read_bytes())
+            data[-1] ^= 1
+            self.path.write_bytes(data)
+
+
+def test_a_source_that_changes_while_it_is_read(tiny: Path, calibration: Path, tmp_path: Path) -> None:
+    source, out = tmp_path / "model", tmp_path / "out"
+    shutil.copytree(tiny, source)
+    shard = source / "model-00001-of-00002.safetensors"
+    request = Request(str(source), out, loader.load("demo"), calibration=calibration, device="cpu")
+    with pytest.raises(InputError, match=r"model-00001-of-00002\.safetensors was changed while it was read"):
+        run(request, Rewriter("calibrate", shard))
+    assert not out.exists()
+
+
 def test_a_moved_source_is_the_same_source(tiny: Path, calibration: Path, finished: Path, tmp_path: Path) -> None:
     other = tmp_path / "moved"
     shutil.copytree(tiny, other)

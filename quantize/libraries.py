@@ -4,27 +4,71 @@ Whoever imports transformers waits for that first: it replaces its own module wh
 imports from it at that moment is given the unfinished one.
 """
 
+import contextlib
+import gc
 import os
+import sys
 import threading
+from collections.abc import Iterator
 
 # Read when PyTorch is imported. Layers of two kinds and lm_head take turns; without this, memory of one size lies idle.
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
-_importing: threading.Thread | None = None
+_imported = threading.Event()
+_imported.set()  # as far as anyone has asked
 
 
 def start_importing() -> None:
     """Begins, in a thread."""
-    global _importing  # noqa: PLW0603 - there is one interpreter, and it imports once
-    _importing = threading.Thread(target=_import, daemon=True)
-    _importing.start()
+    _imported.clear()
+    threading.Thread(target=_prepare, daemon=True).start()
 
 
 def wait_until_imported() -> None:
-    """Returns when the thread is done, at once when there is none."""
-    if _importing is not None:
-        _importing.join()
+    """Returns when the modules are there, at once when nobody asked for them."""
+    _imported.wait()
 
 
-def _import() -> None:
-    from quantize.streaming import engine  # noqa: F401 - and with it torch, and transformers' model classes
+def _prepare() -> None:
+    try:
+        with _without_collecting(), _hidden("sklearn"):
+            from quantize.streaming import engine  # noqa: F401 - and with it torch, and transformers' model classes
+    finally:
+        _imported.set()
+    _start_gpu()
+
+
+@contextlib.contextmanager
+def _without_collecting() -> Iterator[None]:
+    """Modules stay: looking for garbage among them over and over takes a fifth of the time, and again when the process ends."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+@contextlib.contextmanager
+def _hidden(module: str) -> Iterator[None]:
+    """As if a module were not installed. transformers imports scikit-learn, which takes a second, for one way of generating."""
+    if module in sys.modules:
+        yield
+        return
+    sys.modules[module] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules[module]
+
+
+def _start_gpu() -> None:
+    """Creates what CUDA needs in this process, where there is a GPU, beside whatever is done in the meantime."""
+    import torch
+
+    from quantize.streaming.ranks import local_device
+
+    with contextlib.suppress(RuntimeError):  # what is wrong with it, the first stage that uses it says
+        if torch.cuda.is_available():
+            square = torch.ones((16, 16), dtype=torch.bfloat16, device=local_device("cuda"))
+            torch.mm(square, square)

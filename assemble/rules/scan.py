@@ -1,15 +1,17 @@
 """One pass over the bytes of a checkpoint, from which every rule about values is answered.
 
-The files are read from front to back in pieces of 16 MiB, the next piece while the last one is looked at. Memory is a few
-such pieces, whatever the checkpoint's size. Where a tensor's origin is known (the source's, for an unquantized one), the
-origin's bytes are read beside it and compared. Nothing is cast: BF16 and E4M3 are looked at as integers.
+The files are read in pieces of 16 MiB, several at once, each by a thread that reads it and looks at it; what they saw is put
+together in the order of the files. Memory is a piece a thread, whatever the checkpoint's size. Where a tensor's origin is
+known (the source's, for an unquantized one), the origin's bytes are read beside it and compared. Nothing is cast: BF16 and
+E4M3 are looked at as integers.
 """
 
 import errno
 import hashlib
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from assemble.checkpoint import DTYPE_BYTES, TensorInfo
 
 PIECE = 16 * 1024 * 1024
 BLOCK = 1024 * 1024  # looked at in one go, so that intermediate results stay in the cache
+THREADS = min(8, max(2, os.cpu_count() or 1))
 LARGE = 64 * 1024  # bytes from which a tensor's content is sampled, to find equal tensors
 Bytes = npt.NDArray[np.uint8]
 # The bits that are all ones in an infinity or a NaN (in a NaN, for E4M3, which has no infinity).
@@ -54,6 +57,20 @@ class Facts:
     sample: Any = field(default=None, repr=False)
     differs_at: int | None = None
 
+    def add(self, later: "Facts") -> None:
+        """Takes in what the bytes after those looked at so far say."""
+        self.zero &= later.zero
+        self.special |= later.special
+        self.zero_codes += later.zero_codes
+        self.high_codes += later.high_codes
+        self.value = later.value
+        if self.sample is None:
+            self.sample = later.sample
+        else:
+            self.sample.update(later.sample.digest())
+        if self.differs_at is None:
+            self.differs_at = later.differs_at
+
 
 @dataclass(frozen=True, slots=True)
 class _Part:
@@ -63,6 +80,19 @@ class _Part:
     offset: int
     start: int
     nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Neighbouring bytes of a shard that are read in one go, from `start` on."""
+
+    shard: str
+    start: int
+    parts: list[_Part]
+
+    @property
+    def nbytes(self) -> int:
+        return self.parts[-1].start + self.parts[-1].nbytes
 
 
 def scan(
@@ -82,16 +112,25 @@ def scan(
     Raises:
         OSError: a file that cannot be read, or ends too early.
     """
-    facts = {tensor.name: Facts() for tensor in tensors}
-    with _Files() as files, ThreadPoolExecutor(1) as reader:
-        for piece, parts in _read(root, tensors, files, reader):
-            for part in parts:
-                view = piece[part.start : part.start + part.nbytes]
-                _look(facts[part.tensor.name], part, view)
-                if origin := origins.get(part.tensor.name):
-                    _compare(facts[part.tensor.name], part, view, files, origin)
-            progress(sum(part.nbytes for part in parts))
-    return facts
+    facts: dict[str, Facts] = {}
+    with _Files() as files, ThreadPoolExecutor(THREADS) as pool:
+        local = threading.local()
+
+        def look(piece: _Piece) -> list[Facts]:
+            if not hasattr(local, "buffer"):
+                local.buffer = np.empty(PIECE, np.uint8)
+            data = files.read(root / piece.shard, piece.start, local.buffer[: piece.nbytes])
+            return [_look(part, data[part.start : part.start + part.nbytes], files, origins) for part in piece.parts]
+
+        pieces = list(_pieces(tensors))
+        for piece, seen in zip(pieces, pool.map(look, pieces), strict=True):
+            for part, new in zip(piece.parts, seen, strict=True):
+                if part.offset:
+                    facts[part.tensor.name].add(new)
+                else:
+                    facts[part.tensor.name] = new
+            progress(sum(part.nbytes for part in piece.parts))
+    return {tensor.name: facts.get(tensor.name) or Facts() for tensor in tensors}
 
 
 class _Files:
@@ -99,6 +138,7 @@ class _Files:
 
     def __init__(self) -> None:
         self._open: dict[Path, int] = {}
+        self._opening = threading.Lock()
 
     def __enter__(self) -> "_Files":
         return self
@@ -109,67 +149,54 @@ class _Files:
 
     def read(self, path: Path, start: int, buffer: Bytes) -> Bytes:
         """Fills the buffer from the file and returns it."""
-        if path not in self._open:
-            self._open[path] = os.open(path, os.O_RDONLY)
+        with self._opening:
+            if path not in self._open:
+                self._open[path] = os.open(path, os.O_RDONLY)
+            descriptor = self._open[path]
         done = 0
         while done < buffer.size:
-            count = os.preadv(self._open[path], [buffer[done:].data], start + done)
+            count = os.preadv(descriptor, [buffer[done:].data], start + done)
             if not count:
                 raise OSError(errno.EIO, "it ends too early", str(path))
             done += count
         return buffer
 
 
-def _read(
-    root: Path, tensors: list[TensorInfo], files: _Files, reader: ThreadPoolExecutor
-) -> Iterator[tuple[Bytes, list[_Part]]]:
-    """Pieces and what lies in them; one piece is read ahead, so two buffers take turns."""
-    buffers = np.empty(PIECE, np.uint8), np.empty(PIECE, np.uint8)
-    pending: tuple[Future[Bytes], list[_Part]] | None = None
-    for turn, (shard, start, parts) in enumerate(_pieces(tensors)):
-        nbytes = parts[-1].start + parts[-1].nbytes
-        ahead = reader.submit(files.read, root / shard, start, buffers[turn % 2][:nbytes])
-        if pending:
-            yield pending[0].result(), pending[1]
-        pending = ahead, parts
-    if pending:
-        yield pending[0].result(), pending[1]
-
-
-def _pieces(tensors: list[TensorInfo]) -> Iterator[tuple[str, int, list[_Part]]]:
+def _pieces(tensors: list[TensorInfo]) -> Iterator[_Piece]:
     """Cuts neighbouring tensors into pieces of about `PIECE` bytes; a cut inside a tensor is a multiple of `PIECE` in it."""
     shard, start, end, parts = "", 0, 0, list[_Part]()
     for tensor in sorted(tensors, key=lambda t: (t.shard, t.start)):
         for offset in range(0, tensor.nbytes, PIECE):
             nbytes, place = min(PIECE, tensor.nbytes - offset), tensor.start + offset
             if parts and (tensor.shard != shard or place != end or end + nbytes - start > PIECE):
-                yield shard, start, parts
+                yield _Piece(shard, start, parts)
                 parts = []
             if not parts:
                 shard, start = tensor.shard, place
             parts.append(_Part(tensor, offset, place - start, nbytes))
             end = place + nbytes
     if parts:
-        yield shard, start, parts
+        yield _Piece(shard, start, parts)
 
 
-def _look(facts: Facts, part: _Part, view: Bytes) -> None:
-    tensor = part.tensor
-    if facts.zero and (view[:4096].any() or view.any()):
-        facts.zero = False
+def _look(part: _Part, view: Bytes, files: _Files, origins: Mapping[str, tuple[Path, TensorInfo]]) -> Facts:
+    """What these bytes of a tensor say by themselves."""
+    facts, tensor = Facts(zero=not (view[:4096].any() or view.any())), part.tensor
     if tensor.dtype == "F32" and tensor.nbytes == 4:
         facts.value = float(view.view("<f4")[0])
-    block_scales = tensor.dtype == "F8_E4M3" and tensor.name.endswith(".weight_scale")
-    if block_scales:
-        facts.zero_codes += view.size - int(np.count_nonzero(view))
+    if tensor.dtype == "F8_E4M3" and tensor.name.endswith(".weight_scale"):
+        facts.zero_codes = view.size - int(np.count_nonzero(view))
         if int(view.max()) >= 0x7F:
-            facts.high_codes += int(np.count_nonzero(view >= 0x7F))
-    elif tensor.dtype in _SPECIAL and not facts.special:
+            facts.high_codes = int(np.count_nonzero(view >= 0x7F))
+    elif tensor.dtype in _SPECIAL:
         facts.special = _has_special(view, tensor.dtype)
     if tensor.nbytes >= LARGE:
-        facts.sample = facts.sample or hashlib.blake2b(repr((tensor.dtype, tensor.shape)).encode(), digest_size=16)
+        facts.sample = hashlib.blake2b(repr((tensor.dtype, tensor.shape)).encode(), digest_size=16)
         facts.sample.update(view[:1024].tobytes())
         facts.sample.update(view[: view.size // 64 * 64].reshape(-1, 64)[::1024].tobytes())
+    if origin := origins.get(tensor.name):
+        facts.differs_at = _difference(part, view, files, origin)
+    return facts
 
 
 def holds_special(data: bytes, dtype: str) -> bool:
@@ -188,17 +215,16 @@ def _has_special(view: Bytes, dtype: str) -> bool:
     return False
 
 
-def _compare(facts: Facts, part: _Part, view: Bytes, files: _Files, origin: tuple[Path, TensorInfo]) -> None:
-    if facts.differs_at is not None:
-        return
+def _difference(part: _Part, view: Bytes, files: _Files, origin: tuple[Path, TensorInfo]) -> int | None:
+    """The byte of the tensor at which it first differs from its origin, in this part of it."""
     path, theirs = origin
     buffer = np.empty(min(BLOCK, part.nbytes), np.uint8)
     for i in range(0, part.nbytes, BLOCK):
         mine = view[i : i + BLOCK]
         its = files.read(path, theirs.start + part.offset + i, buffer[: mine.size])
         if not np.array_equal(mine, its):
-            facts.differs_at = part.offset + i + int(np.flatnonzero(mine != its)[0])
-            return
+            return part.offset + i + int(np.flatnonzero(mine != its)[0])
+    return None
 
 
 def same_bytes(root: Path, first: TensorInfo, second: TensorInfo) -> bool:

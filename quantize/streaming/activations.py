@@ -55,7 +55,7 @@ class Activations:
         table = np.memmap(source.path_of(tensor), np.uint8, "r", tensor.start, (entries, width * dtype.itemsize))
         for part in self._parts():
             tokens, places = np.unique(rows[part], return_inverse=True)
-            weight = torch.from_numpy(table[tokens]).view(dtype)
+            weight = torch.from_numpy(table[tokens]).to(self._device).view(dtype)
             self._states[part] = decoder.embed(weight, torch.from_numpy(places.reshape(rows[part].shape)))
 
     def batches(self) -> Iterator[tuple[Tensor, slice]]:

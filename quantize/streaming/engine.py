@@ -99,7 +99,7 @@ class _Run:
         self._last_to_run = _last_to_run(job.plan, journal)
         self._calibration: Calibration | None = None
         self._saved = time.monotonic()
-        self._seconds = {"wait_for_read": 0.0, "forward": 0.0, "pack": 0.0, "finish": 0.0}
+        self._seconds = {"start": 0.0, "wait_for_read": 0.0, "forward": 0.0, "pack": 0.0, "finish": 0.0}
 
     def run(self) -> dict[str, Any]:
         """See `quantize`."""
@@ -142,21 +142,22 @@ class _Run:
         with _Timed(self._seconds, "wait_for_read"):
             tensors = reading.tensors()
         if step.layer is not None and self._to_run(step):
+            if self._calibration is None:
+                with _Timed(self._seconds, "start"):
+                    self._calibration = self._start()
             with _Timed(self._seconds, "forward"):
-                self._measure(step.layer, step.prefix, tensors)
+                self._measure(self._calibration, step.layer, step.prefix, tensors)
         with _Timed(self._seconds, "pack"):
             for packed in packer.pack(step.prefix, tensors, self._input_amax):
                 sink.write(packed)
 
-    def _measure(self, layer: int, prefix: str, tensors: Mapping[str, Tensor]) -> None:
+    def _measure(self, calibration: Calibration, layer: int, prefix: str, tensors: Mapping[str, Tensor]) -> None:
         """Runs a layer; saves the hidden states behind it when it is time to."""
-        if self._calibration is None:
-            self._calibration = self._start()
         schemes, names = self._job.plan.schemes, (name.removesuffix(".weight") for name in tensors)
         measured = {name for name in names if schemes.get(prefix + name) == FP8}
-        self._input_amax |= {prefix + n: amax for n, amax in self._calibration.run(layer, tensors, measured).items()}
+        self._input_amax |= {prefix + n: amax for n, amax in calibration.run(layer, tensors, measured).items()}
         if self._save_due() and layer < self._last_to_run:
-            self._save(self._calibration.states, layer + 1)
+            self._save(calibration.states, layer + 1)
 
     def _save_due(self) -> bool:
         """Whether to save now: the same for all ranks. A disk that the shards will fill is left to them."""

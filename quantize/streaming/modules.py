@@ -54,6 +54,7 @@ class Packer:
             WeightError: a weight that has no scale: all zeros, or not numbers.
             InputError: inputs of an FP8 module that no scale follows from.
         """
+        largest: dict[str, Tensor] = {}
         for name in sorted(tensors, key=natural):
             if name == f"{EXPERTS}.down_proj":
                 yield from self._experts(prefix + EXPERTS, tensors[f"{EXPERTS}.gate_up_proj"], tensors[name])
@@ -64,13 +65,19 @@ class Packer:
             if scheme == FP8:
                 yield _fp8(module, tensors[name], input_amax[module])
             else:
-                yield self._nvfp4(module, tensors[name], self._group_amax(prefix, module, tensors))
+                yield self._nvfp4(module, tensors[name], self._group_amax(prefix, module, tensors, largest))
 
-    def _group_amax(self, prefix: str, module: str, tensors: Mapping[str, Tensor]) -> Tensor:
-        """float32 [1]: modules that vLLM fuses share a tensor scale, so the largest magnitude is that of all of them."""
+    def _group_amax(self, prefix: str, module: str, tensors: Mapping[str, Tensor], largest: dict[str, Tensor]) -> Tensor:
+        """float32 [1]: modules that vLLM fuses share a tensor scale, so the largest magnitude is that of all of them.
+
+        What was measured is kept in `largest` for the others of the group.
+        """
         members = [m for m in fused_group(module) if self.schemes.get(m) == W4A16_NVFP4] or [module]
-        weights = [f"{m}.weight" for m in members]
-        return torch.stack([_checked([w], amax(tensors[w.removeprefix(prefix)].unsqueeze(0))) for w in weights]).amax(dim=0)
+        for member in members:
+            if member not in largest:
+                weight = f"{member}.weight"
+                largest[member] = _checked([weight], amax(tensors[weight.removeprefix(prefix)].unsqueeze(0)))
+        return torch.stack([largest[m] for m in members]).amax(dim=0)
 
     def _nvfp4(self, module: str, weight: Tensor, tensor_amax: Tensor) -> dict[str, Tensor]:
         packed = pack_nvfp4(weight.unsqueeze(0), tensor_amax, self.method)

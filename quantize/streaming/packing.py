@@ -23,8 +23,7 @@ from quantize.streaming.spreading import for_each
 from quantize.streaming.sweep import best_block_amax
 
 E4M3_MIN = 2.0**-9  # ModelOpt lets no block scale be smaller, so none is zero
-WEIGHTS_AT_ONCE = {"cpu": 1 << 17, "cuda": 1 << 24}  # on a CPU, what stays in a core's cache: twice as much takes twice as long
-MEASURED_AT_ONCE = 1 << 23  # weights
+WEIGHTS_AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 24}  # on a CPU, little enough for the caches, enough to outweigh the calls
 
 
 @dataclass(frozen=True)
@@ -43,16 +42,9 @@ class Packed:
 
 
 def amax(weight: Tensor) -> Tensor:
-    """The largest magnitude of each matrix of a BF16 stack [S, N, K]: float32 [S], NaN where there is one.
-
-    BF16 numbers of one sign order by magnitude as 16-bit integers do, so no temporaries in float32 are needed: the largest
-    positive is the largest integer, and with the sign bit flipped the most negative number is. A part at a time: the flipped
-    copy of a whole lm_head would be the largest thing in memory.
-    """
-    rows = max(1, MEASURED_AT_ONCE // (weight.shape[0] * weight.shape[2]))
-    parts = torch.split(weight.view(torch.int16), rows, dim=1)
-    largest = [torch.maximum(bits.amax(dim=(1, 2)), (bits ^ -0x8000).amax(dim=(1, 2))) for bits in parts]
-    return torch.stack(largest).amax(dim=0).view(torch.bfloat16).float()
+    """The largest magnitude of each matrix of a BF16 stack [S, N, K]: float32 [S], NaN where there is one. In one pass."""
+    extremes = [torch.stack(torch.aminmax(matrix)) for matrix in weight]  # along a dimension it takes 20 times as long on a CPU
+    return torch.stack(extremes).abs().amax(dim=1).float()
 
 
 def pack_nvfp4(weight: Tensor, tensor_amax: Tensor, method: str) -> Packed:
@@ -70,17 +62,14 @@ def pack_nvfp4(weight: Tensor, tensor_amax: Tensor, method: str) -> Packed:
         tensor_amax / (E2M1_MAX * E4M3_MAX),
     )
     flat, scales, codes = (t.view(stack * rows, -1) for t in (weight, made.weight_scale, made.weight))
+    row_amax, row_scale = (t.repeat_interleave(rows).unsqueeze(1) for t in (tensor_amax, made.weight_scale_2))  # [S * N, 1]
     swept = best_block_amax(weight, tensor_amax).view(stack * rows, -1) if method == "mse" else None
 
     def pack(part: slice) -> None:
-        matrix = torch.arange(part.start, part.stop, device=weight.device) // rows
-        row_scale = made.weight_scale_2[matrix].unsqueeze(1)  # [R, 1]
         blocks = flat[part].view(part.stop - part.start, -1, BLOCK)
-        if swept is None:
-            scales[part] = _largest_scale(blocks, row_scale)
-        else:
-            scales[part] = _static_scale(swept[part], tensor_amax[matrix].unsqueeze(1))
-        codes[part] = packed_codes(blocks / (scales[part].float() * row_scale).unsqueeze(-1))
+        scale = _largest_scale(blocks, row_scale[part]) if swept is None else _static_scale(swept[part], row_amax[part])
+        scales[part] = scale
+        codes[part] = packed_codes(blocks / scale.float().mul_(row_scale[part]).unsqueeze(-1))
 
     for_each(pack, _parts(flat), weight.device)
     return made
@@ -122,5 +111,4 @@ def _static_scale(block_amax: Tensor, tensor_amax: Tensor) -> Tensor:
 
 
 def _as_e4m3(scale: Tensor) -> Tensor:
-    scale[scale == 0] = 1.0
-    return scale.clamp(min=E4M3_MIN, max=E4M3_MAX).to(torch.float8_e4m3fn)
+    return scale.masked_fill_(scale == 0, 1.0).clamp_(min=E4M3_MIN, max=E4M3_MAX).to(torch.float8_e4m3fn)

@@ -14,7 +14,7 @@ import torch
 
 from assemble.checkpoint import Checkpoint
 from assemble.writer import ShardWriter
-from quantize.streaming import activations, engine, packing, reading
+from quantize.streaming import activations, engine, reading
 from quantize.streaming.activations import Activations, Store
 from quantize.streaming.decoder import Decoder
 from quantize.streaming.journal import open_journal
@@ -181,17 +181,6 @@ def test_two_groups_are_in_memory_at_most(tiny_moe: Path, tmp_path: Path, monkey
     finally:
         gc.enable()
     assert most == [2, 2, 2, 2, 1]
-
-
-def test_the_largest_magnitude_needs_no_copy_of_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = torch.randn(3, 40, 64).bfloat16()
-    weight[1, 39, 63], weight[2, 17, 0] = -9, float("nan")
-    whole = packing.amax(weight)
-    monkeypatch.setattr(packing, "MEASURED_AT_ONCE", 3 * 64 * 7)
-    parts = packing.amax(weight)
-    assert torch.equal(parts[:2], whole[:2])
-    assert parts[1] == 9
-    assert parts[2].isnan()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

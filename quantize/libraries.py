@@ -30,12 +30,20 @@ def wait_until_imported() -> None:
 
 
 def _prepare() -> None:
-    try:
-        with _without_collecting(), _hidden("sklearn"):
-            from quantize.streaming import engine  # noqa: F401 - and with it torch, and transformers' model classes
-    finally:
-        _imported.set()
-    _start_gpu()
+    with contextlib.suppress(ImportError):  # the first stage that needs what is missing says so
+        try:
+            _import()
+        finally:
+            _imported.set()
+        _start_gpu()
+
+
+def _import() -> None:
+    with _without_collecting(), _hidden("sklearn"), _hidden("scipy"):
+        from transformers.models.qwen3_5 import modeling_qwen3_5  # noqa: F401 - else imported with the first layer
+        from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe  # noqa: F401
+
+        from quantize.streaming import engine  # noqa: F401
 
 
 @contextlib.contextmanager
@@ -51,7 +59,10 @@ def _without_collecting() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _hidden(module: str) -> Iterator[None]:
-    """As if a module were not installed. transformers imports scikit-learn, which takes a second, for one way of generating."""
+    """As if a module were not installed.
+
+    transformers imports scikit-learn for one way of generating and SciPy for the losses of object detection: two seconds.
+    """
     if module in sys.modules:
         yield
         return

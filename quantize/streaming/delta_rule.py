@@ -33,18 +33,28 @@ def installed(layer: nn.Module, device: torch.device) -> nn.Module:
 
 @cache
 def _same_bits(original: Rule, device: torch.device) -> bool:
-    """Whether the function computes what `chunk_gated_delta_rule` does, on two chunks and a bit."""
+    """Whether the function computes what `chunk_gated_delta_rule` does, on two chunks and a bit, with and without states."""
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn((2, 2 * CHUNK + 3, 2, n), generator=generator).bfloat16() for n in (16, 16, 32))
     decay = -torch.rand(query.shape[:3], generator=generator)
     beta = torch.rand(query.shape[:3], generator=generator).bfloat16()
-    example = [t.to(device) for t in (query, key, value, decay, beta)]
-    settings: dict[str, Any] = {"initial_state": None, "output_final_state": False, "use_qk_l2norm_in_kernel": True}
-    ours, _ = chunk_gated_delta_rule(*example, **settings)  # type: ignore[arg-type]
-    try:
-        return torch.equal(original(*example, **settings)[0], ours)
-    except TypeError:  # other arguments
-        return False
+    state = torch.randn((2, 2, 16, 32), generator=generator)
+    *example, state = (t.to(device) for t in (query, key, value, decay, beta, state))
+    with_state: dict[str, Any] = {"initial_state": state, "output_final_state": True}
+    for settings in ({}, with_state):
+        ours, left = _computed(chunk_gated_delta_rule, example, settings)
+        try:
+            theirs, expected = _computed(original, example, settings)
+        except TypeError:  # other arguments
+            return False
+        if not torch.equal(ours, theirs) or not torch.equal(left, expected):
+            return False
+    return True
+
+
+def _computed(rule: Rule, example: list[Tensor], settings: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    made, state = rule(*example, use_qk_l2norm_in_kernel=True, **settings)
+    return made, made.new_empty(0) if state is None else state
 
 
 def chunk_gated_delta_rule(
@@ -53,12 +63,12 @@ def chunk_gated_delta_rule(
     value: Tensor,
     g: Tensor,
     beta: Tensor,
-    initial_state: None = None,
+    initial_state: Tensor | None = None,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
-    **others: object,
-) -> tuple[Tensor, None]:
-    """Linear attention from the first token on, with no state before or after.
+    **_: object,
+) -> tuple[Tensor, Tensor | None]:
+    """Linear attention, 64 tokens at a time.
 
     Args:
         query: [B, T, H, Dk], as key.
@@ -66,19 +76,14 @@ def chunk_gated_delta_rule(
         value: [B, T, H, Dv].
         g: The logarithm of the decay, float32 [B, T, H].
         beta: [B, T, H].
-        initial_state: None.
-        output_final_state: False.
+        initial_state: What earlier tokens left, [B, H, Dk, Dv].
+        output_final_state: Whether the state after the last token is returned.
         use_qk_l2norm_in_kernel: Whether query and key are still to be normalized.
-        others: None each; what transformers passes to other implementations.
+        _: What transformers passes to other implementations, and its own ignores too.
 
     Returns:
-        [B, T, H, Dv] in the query's dtype, and None.
-
-    Raises:
-        NotImplementedError: a state is given or asked for, or something else.
+        [B, T, H, Dv] in the query's dtype, and the state, float32 [B, H, Dk, Dv], or None.
     """
-    if initial_state is not None or output_final_state or any(other is not None for other in others.values()):
-        raise NotImplementedError("rows from their first token on, and nothing else")
     dtype, tokens = query.dtype, query.shape[1]
     if use_qk_l2norm_in_kernel:
         query, key = (x * torch.rsqrt((x * x).sum(dim=-1, keepdim=True) + 1e-6) for x in (query, key))
@@ -91,7 +96,10 @@ def chunk_gated_delta_rule(
     value = mixed @ v_beta
     k_cumdecay = mixed @ k_beta.mul_(g.exp().unsqueeze(-1))
     del mixed, v_beta, k_beta
-    state = torch.zeros((*key.shape[:2], key.shape[-1], value.shape[-1]), dtype=value.dtype, device=value.device)
+    if initial_state is None:
+        state = torch.zeros((*key.shape[:2], key.shape[-1], value.shape[-1]), dtype=value.dtype, device=value.device)
+    else:
+        state = initial_state.to(value, copy=True)
     out = torch.empty_like(value)
     for i in range(query.shape[2]):
         q_i, k_i, g_i = query[:, :, i], key[:, :, i], g[:, :, i]
@@ -102,7 +110,7 @@ def chunk_gated_delta_rule(
         last = g_i[:, :, -1, None]
         state = state.mul_(last.unsqueeze(-1).exp()).add_((k_i * (last - g_i).exp().unsqueeze(-1)).transpose(-1, -2) @ v_new)
     out = out.flatten(2, 3)[:, :, :tokens]
-    return out.transpose(1, 2).to(dtype, memory_format=torch.contiguous_format), None
+    return out.transpose(1, 2).to(dtype, memory_format=torch.contiguous_format), state if output_final_state else None
 
 
 def _chunks(x: Tensor) -> Tensor:

@@ -77,9 +77,12 @@ def _start_gpu() -> None:
     """Creates what CUDA needs in this process, where there is a GPU, beside whatever is done in the meantime."""
     import torch
 
+    from quantize.streaming import delta_rule
     from quantize.streaming.ranks import local_device
 
     with contextlib.suppress(RuntimeError):  # what is wrong with it, the first stage that uses it says
         if torch.cuda.is_available():
-            square = torch.ones((16, 16), dtype=torch.bfloat16, device=local_device("cuda"))
+            device = torch.device(local_device("cuda"))
+            square = torch.ones((16, 16), dtype=torch.bfloat16, device=device)
             torch.mm(square, square)
+            delta_rule.prepare(device)

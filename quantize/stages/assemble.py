@@ -1,6 +1,7 @@
 """assemble: shards, configs, index and side files become a checkpoint."""
 
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from assemble.architecture import MTP_PREFIX
@@ -28,8 +29,11 @@ def run(context: Context) -> Result:
     write_index(plan, directory)
     sync_directory(directory)
     outputs = {p.name: known.get(p.name) or sha256_file(p) for p in sorted(directory.iterdir()) if p.is_file()}
-    head = {name: sha256_tensor(plan.head.path_of(t), t) for name, t in plan.copies.items() if name.startswith(MTP_PREFIX)}
-    return Result(outputs, {"head_sha256": head, "copied_tensors": len(plan.copies)})
+    head = {name: t for name, t in plan.copies.items() if name.startswith(MTP_PREFIX)}
+    with ThreadPoolExecutor() as pool:
+        digests = pool.map(lambda t: sha256_tensor(plan.head.path_of(t), t), head.values())
+    facts = {"head_sha256": dict(zip(head, digests, strict=True)), "copied_tensors": len(plan.copies)}
+    return Result(outputs, facts)
 
 
 def _write_configs(plan: AssemblyPlan, directory: Path, modelopt_version: str) -> None:

@@ -16,10 +16,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from quantize.streaming import delta_rule_triton
+
 ATTRIBUTE, ORIGINAL = "chunk_gated_delta_rule", "torch_chunk_gated_delta_rule"
 CHUNK = 64  # tokens
 
 Rule = Callable[..., tuple[Tensor, Tensor | None]]
+
+
+def prepare(device: torch.device) -> None:
+    """Compiles what a GPU needs, which takes a second once."""
+    if device.type == "cuda":
+        delta_rule_triton.available(device, _inverse)
 
 
 def installed(layer: nn.Module, device: torch.device) -> nn.Module:
@@ -91,8 +99,10 @@ def chunk_gated_delta_rule(
     query = query * (1 / (query.shape[-1] ** 0.5))
     v_beta, k_beta = value * beta.unsqueeze(-1), key * beta.unsqueeze(-1)
     g = g.cumsum(dim=-1)
-    decay = (g.unsqueeze(-1) - g.unsqueeze(-2)).tril_().exp_().tril_()
-    mixed = _inverse((k_beta @ key.transpose(-1, -2)).mul_(decay))
+    after = torch.ones((CHUNK, CHUNK), dtype=torch.bool, device=g.device).triu_(diagonal=1)
+    decay = (g.unsqueeze(-1) - g.unsqueeze(-2)).masked_fill_(after, -torch.inf).exp_()
+    solve = delta_rule_triton.inverse if g.is_cuda and delta_rule_triton.available(g.device, _inverse) else _inverse
+    mixed = solve(k_beta @ key.transpose(-1, -2), decay)
     value = mixed @ v_beta
     k_cumdecay = mixed @ k_beta.mul_(g.exp().unsqueeze(-1))
     del mixed, v_beta, k_beta
@@ -121,10 +131,10 @@ def _chunks(x: Tensor) -> Tensor:
     return x.view(*x.shape[:2], -1, CHUNK, *x.shape[3:])
 
 
-def _inverse(products: Tensor) -> Tensor:
-    """The inverse of 1 + the part of [..., 64, 64] below the diagonal, by forward substitution; in place."""
+def _inverse(products: Tensor, decay: Tensor) -> Tensor:
+    """The inverse of 1 + the part of products x decay, float32 [..., 64, 64], below the diagonal, by forward substitution."""
     above = torch.ones((CHUNK, CHUNK), dtype=torch.bool, device=products.device).triu_()
-    made = products.masked_fill_(above, 0).neg_()
+    made = (products * decay).masked_fill_(above, 0).neg_()
     for i in range(1, CHUNK):
         row = made[..., i, :i]
         row += (row.unsqueeze(-1) * made[..., :i, :i]).sum(-2)

@@ -8,7 +8,7 @@ from transformers import CONFIG_MAPPING
 from transformers.models.qwen3_5 import modeling_qwen3_5 as dense
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as mixture
 
-from quantize.streaming import delta_rule
+from quantize.streaming import delta_rule, delta_rule_triton
 from quantize.streaming.delta_rule import chunk_gated_delta_rule, installed
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -91,3 +91,21 @@ def test_the_decoder_uses_it(tiny: Any) -> None:
     layer = Decoder(architecture, "cpu").layer(0, read_layer(source, architecture, 0))
     assert layer.linear_attn.chunk_gated_delta_rule is chunk_gated_delta_rule
     assert delta_rule.ATTRIBUTE in vars(layer.linear_attn)
+
+
+@pytest.mark.gpu
+def test_the_kernel_has_the_bits_of_the_loop() -> None:
+    device = torch.device("cuda", 0)
+    assert delta_rule_triton.available(device, delta_rule._inverse)
+    products = torch.randn((16, 32, 8, 64, 64), generator=torch.Generator().manual_seed(0)).mul_(0.2).to(device)
+    decay = torch.rand(products.shape, generator=torch.Generator().manual_seed(1)).to(device)
+    expected = delta_rule._inverse(products, decay)
+    assert torch.equal(delta_rule_triton.inverse(products, decay), expected)
+
+
+def test_without_triton_the_loop_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise ModuleNotFoundError("triton")
+
+    monkeypatch.setattr(delta_rule_triton, "_kernel", missing)
+    assert not delta_rule_triton.available.__wrapped__(torch.device("cpu"), delta_rule._inverse)

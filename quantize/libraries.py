@@ -13,15 +13,17 @@ from collections.abc import Iterator
 
 # Read when PyTorch is imported. Layers of two kinds and lm_head take turns; without this, memory of one size lies idle.
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+# A thread that waits for another one sleeps: the cores are wanted by those that read, hash and write.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 _imported = threading.Event()
 _imported.set()  # as far as anyone has asked
 
 
-def start_importing() -> None:
-    """Begins, in a thread."""
+def start_importing(*, gpu: bool) -> None:
+    """Begins, in a thread; with `gpu`, also what a GPU needs, where there is one."""
     _imported.clear()
-    threading.Thread(target=_prepare, daemon=True).start()
+    threading.Thread(target=_prepare, args=(gpu,), daemon=True).start()
 
 
 def wait_until_imported() -> None:
@@ -29,13 +31,14 @@ def wait_until_imported() -> None:
     _imported.wait()
 
 
-def _prepare() -> None:
+def _prepare(gpu: bool) -> None:
     with contextlib.suppress(ImportError):  # the first stage that needs what is missing says so
         try:
             _import()
         finally:
             _imported.set()
-        _start_gpu()
+        if gpu:
+            _start_gpu()
 
 
 def _import() -> None:
@@ -74,15 +77,13 @@ def _hidden(module: str) -> Iterator[None]:
 
 
 def _start_gpu() -> None:
-    """Creates what CUDA needs in this process, where there is a GPU, beside whatever is done in the meantime."""
+    """Creates CUDA's context and compiles, beside whatever is done in the meantime."""
     import torch
+    from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
-    from quantize.streaming import delta_rule
+    from quantize.streaming.faster import delta_rule
     from quantize.streaming.ranks import local_device
 
     with contextlib.suppress(RuntimeError):  # what is wrong with it, the first stage that uses it says
         if torch.cuda.is_available():
-            device = torch.device(local_device("cuda"))
-            square = torch.ones((16, 16), dtype=torch.bfloat16, device=device)
-            torch.mm(square, square)
-            delta_rule.prepare(device)
+            delta_rule.same_rule(torch_chunk_gated_delta_rule, torch.device(local_device("cuda")))

@@ -12,6 +12,7 @@ from assemble.fit import Fit, Model, ServeSettings, fit, parse_cards, read_model
 from assemble.fit.report import print_cards, print_comparison, print_fit
 from assemble.fit.settings import GRAPH_MODES
 from assemble.hub import opened
+from recipes.vllm_release import RELEASE
 
 KV = {"fp8": "fp8", "bf16": "bfloat16", "auto": "auto"}
 STATES = {"fp32": "float32", "bf16": "bfloat16", "auto": "auto"}
@@ -42,7 +43,7 @@ def fit_command(
     graphs: Annotated[str, typer.Option(help="CUDA graphs: FULL_AND_PIECEWISE, PIECEWISE, NONE, …")] = "FULL_AND_PIECEWISE",
     max_graph: Annotated[int | None, typer.Option(min=1, help="max_cudagraph_capture_size.")] = None,
     workspace: Annotated[int | None, typer.Option(min=1, metavar="MIB", help="VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE.")] = None,
-    vllm: Annotated[str, typer.Option(metavar="VERSION", help="Whose behaviour is meant.")] = "0.32",
+    vllm: Annotated[str, typer.Option(metavar="VERSION", help="Whose behaviour is meant.")] = RELEASE,
     mean_context: Annotated[int | None, typer.Option(min=1, help="Mean context of agents, in tokens: how many run.")] = None,
     rate: Annotated[float | None, typer.Option(help="Dollars an hour for all cards; with --speed, the cost of tokens.")] = None,
     speed: Annotated[

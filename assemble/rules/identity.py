@@ -16,6 +16,7 @@ from assemble.rules.subject import EXPERTS, Subject
 
 LEAST_COSINE = 0.99  # a healthy NVFP4 weight has 0.995, an FP8 one 0.9996
 SAMPLED = 65_536  # elements of a module's weight, in whole rows spread over it
+SAMPLED_OF_EXPERT = 8_192  # of one of hundreds in a layer
 # What may differ between a source's config.json and the quantized one's.
 MAY_DIFFER = {"quantization_config", "transformers_version", "_name_or_path", "dtype", "torch_dtype", "tie_word_embeddings"}
 
@@ -108,7 +109,8 @@ def close_to_the_source(subject: Subject) -> Iterator[Detail]:
         if scheme not in (*SCHEMES, NVFP4) or place is None or weight is None or len(weight.shape) != 2:
             continue
         tensor, first, rows = place
-        chosen = _spread(min(rows, weight.shape[0]), SAMPLED // max(1, tensor.shape[-1]))
+        sampled = SAMPLED_OF_EXPERT if f"{EXPERTS}." in module else SAMPLED
+        chosen = _spread(min(rows, weight.shape[0]), sampled // max(1, tensor.shape[-1]))
         mine = _dequantized(subject, module, chosen)
         if mine is None:
             continue

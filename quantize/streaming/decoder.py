@@ -3,8 +3,8 @@
 The model's class is built on the meta device, where parameters have shapes and no bytes. A layer is a copy of one of its
 layers with tensors put in place of the meta parameters. What a layer is called with (mask, rotary embedding, positions) is
 what the model's own `forward` passes it: the forward is run once for each batch shape with the layers replaced by recorders.
-So nothing of the architecture is written down here, and a newer transformers brings its own way of doing it. Two of its
-functions are replaced by faster ones with the same bits (`experts`, `delta_rule`).
+So nothing of the architecture is written down here, and a newer transformers brings its own way of doing it. Some of its
+functions are replaced by faster ones with the same bits (`quantize.streaming.faster`).
 """
 
 import copy
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModel
 
 from assemble.architecture import Architecture
-from quantize.streaming import delta_rule
-from quantize.streaming.experts import register_sorted_experts
+from quantize.streaming.faster import convolution, delta_rule
+from quantize.streaming.faster.experts import register_sorted_experts
 
 
 class Decoder:
@@ -66,7 +66,7 @@ class Decoder:
         module.load_state_dict(placed, strict=True, assign=True)
         module.requires_grad_(requires_grad=False)
         self._numbers[module] = index
-        return delta_rule.installed(module, self.device)
+        return convolution.installed(delta_rule.installed(module, self.device), self.device)
 
     def embed(self, weight: Tensor, ids: Tensor) -> Tensor:
         """The embeddings [B, T, H] of token ids [B, T], BF16, on the device.

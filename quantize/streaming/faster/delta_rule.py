@@ -1,60 +1,85 @@
-"""The gated delta rule, with transformers' own bits and half its work.
+"""The gated delta rule, with transformers' own bits in a fraction of its time.
 
 Without flash-linear-attention, transformers computes a layer of linear attention in plain PyTorch (models/qwen3_5/
 modeling_qwen3_5.py `torch_chunk_gated_delta_rule`, version 5.14): most of a layer's time is copies that nothing needs and the
-launches of some 700 small kernels. Here are the same operations on the same numbers in the same order, without the copies.
-`installed` puts it into a layer after it has given the same bits as the layer's own function on a small example, so another
-version of transformers that computes otherwise keeps its own.
+launches of some 700 small kernels. Here are the same operations on the same numbers in the same order, without the copies; on
+a GPU some of them are steps of `kernels`.
 """
 
 import sys
+import threading
 from collections.abc import Callable
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from quantize.streaming import delta_rule_triton
-
 ATTRIBUTE, ORIGINAL = "chunk_gated_delta_rule", "torch_chunk_gated_delta_rule"
 CHUNK = 64  # tokens
+_COMPILING = threading.Lock()  # it is begun in the background, and whoever needs the rule waits for it
 
 Rule = Callable[..., tuple[Tensor, Tensor | None]]
 
 
-def prepare(device: torch.device) -> None:
-    """Compiles what a GPU needs, which takes a second once."""
-    if device.type == "cuda":
-        delta_rule_triton.available(device, _inverse)
+class Steps(NamedTuple):
+    """Parts of the rule that a GPU has kernels for; see `kernels`."""
+
+    times: Callable[[Tensor, Tensor | float], Tensor]
+    key_parts: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+    inverse: Callable[[Tensor, Tensor], Tensor]
 
 
 def installed(layer: nn.Module, device: torch.device) -> nn.Module:
-    """The layer, its linear attention computed by `chunk_gated_delta_rule` where transformers' PyTorch function would be."""
+    """The layer, its linear attention computed by the fastest rule that has the bits of transformers' PyTorch function."""
     for part in layer.modules():
-        original = getattr(sys.modules[type(part).__module__], ORIGINAL, None)
-        if original is not None and getattr(part, ATTRIBUTE, None) is original and _same_bits(original, device):
-            setattr(part, ATTRIBUTE, chunk_gated_delta_rule)
+        rule: Any = getattr(part, ATTRIBUTE, None)
+        if rule and rule == getattr(sys.modules[type(part).__module__], ORIGINAL, None):
+            setattr(part, ATTRIBUTE, same_rule(rule, device))
     return layer
 
 
+def same_rule(original: Rule, device: torch.device) -> Rule:
+    """The fastest rule that computes on the device what `original` does; on a GPU, compiles for a second or two."""
+    with _COMPILING:
+        return _same_rule(original, device)
+
+
 @cache
-def _same_bits(original: Rule, device: torch.device) -> bool:
-    """Whether the function computes what `chunk_gated_delta_rule` does, on two chunks and a bit, with and without states."""
+def _same_rule(original: Rule, device: torch.device) -> Rule:
+    candidates: list[Rule] = [*_with_kernels(device), partial(gated_delta_rule, TORCH)]
+    for rule in candidates:
+        try:
+            if _same_bits(original, rule, device):
+                return rule
+        except Exception:  # noqa: S112 - a compiler fails in many ways, a newer transformers calls otherwise
+            continue
+    return original
+
+
+def _with_kernels(device: torch.device) -> list[Rule]:
+    if device.type != "cuda":
+        return []
+    try:
+        from quantize.streaming.faster import kernels
+    except ImportError:  # without Triton it takes longer
+        return []
+    return [partial(gated_delta_rule, Steps(kernels.times, kernels.key_parts, kernels.inverse))]
+
+
+def _same_bits(original: Rule, rule: Rule, device: torch.device) -> bool:
+    """On three chunks and a bit, with and without states. The state is float32, so no rounding hides a difference."""
     generator = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn((2, 2 * CHUNK + 3, 2, n), generator=generator).bfloat16() for n in (16, 16, 32))
+    query, key, value = (torch.randn((2, 3 * CHUNK + 3, 4, n), generator=generator).bfloat16() for n in (128, 128, 128))
     decay = -torch.rand(query.shape[:3], generator=generator)
     beta = torch.rand(query.shape[:3], generator=generator).bfloat16()
-    state = torch.randn((2, 2, 16, 32), generator=generator)
+    state = torch.randn((2, 4, 128, 128), generator=generator)
     *example, state = (t.to(device) for t in (query, key, value, decay, beta, state))
     with_state: dict[str, Any] = {"initial_state": state, "output_final_state": True}
     for settings in ({}, with_state):
-        ours, left = _computed(chunk_gated_delta_rule, example, settings)
-        try:
-            theirs, expected = _computed(original, example, settings)
-        except TypeError:  # other arguments
-            return False
+        ours, left = _computed(rule, example, settings)
+        theirs, expected = _computed(original, example, settings)
         if not torch.equal(ours, theirs) or not torch.equal(left, expected):
             return False
     return True
@@ -65,7 +90,8 @@ def _computed(rule: Rule, example: list[Tensor], settings: dict[str, Any]) -> tu
     return made, made.new_empty(0) if state is None else state
 
 
-def chunk_gated_delta_rule(
+def gated_delta_rule(  # noqa: PLR0913, PLR0917 - the signature is transformers', after the steps
+    steps: Steps,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -79,6 +105,7 @@ def chunk_gated_delta_rule(
     """Linear attention, 64 tokens at a time.
 
     Args:
+        steps: How.
         query: [B, T, H, Dk], as key.
         key: [B, T, H, Dk].
         value: [B, T, H, Dv].
@@ -95,17 +122,16 @@ def chunk_gated_delta_rule(
     dtype, tokens = query.dtype, query.shape[1]
     if use_qk_l2norm_in_kernel:
         query, key = (x * torch.rsqrt((x * x).sum(dim=-1, keepdim=True) + 1e-6) for x in (query, key))
-    query, key, value, beta, g = (_chunks(x) for x in (query, key, value, beta, g))  # [B, H, C, 64, ...]
-    query = query * (1 / (query.shape[-1] ** 0.5))
-    v_beta, k_beta = value * beta.unsqueeze(-1), key * beta.unsqueeze(-1)
-    g = g.cumsum(dim=-1)
+    g = _chunks(g).cumsum(dim=-1)
+    query = steps.times(query, 1 / (query.shape[-1] ** 0.5))  # all [B, H, C, 64, D] from here
+    key, k_beta, k_grown = steps.key_parts(key, beta, g.exp())
+    value = steps.times(value, beta)
     after = torch.ones((CHUNK, CHUNK), dtype=torch.bool, device=g.device).triu_(diagonal=1)
     decay = (g.unsqueeze(-1) - g.unsqueeze(-2)).masked_fill_(after, -torch.inf).exp_()
-    solve = delta_rule_triton.inverse if g.is_cuda and delta_rule_triton.available(g.device, _inverse) else _inverse
-    mixed = solve(k_beta @ key.transpose(-1, -2), decay)
-    value = mixed @ v_beta
-    k_cumdecay = mixed @ k_beta.mul_(g.exp().unsqueeze(-1))
-    del mixed, v_beta, k_beta
+    inverse = steps.inverse(k_beta @ key.transpose(-1, -2), decay)
+    value = inverse @ value
+    k_cumdecay = inverse @ k_grown
+    del inverse, k_beta, k_grown
     if initial_state is None:
         state = torch.zeros((*key.shape[:2], key.shape[-1], value.shape[-1]), dtype=value.dtype, device=value.device)
     else:
@@ -117,6 +143,8 @@ def chunk_gated_delta_rule(
         v_new = value[:, :, i] - k_cumdecay[:, :, i] @ state
         between = (q_i * g_i.unsqueeze(-1).exp()) @ state
         torch.add(between, attention @ v_new, out=out[:, :, i])
+        if i + 1 == query.shape[2] and not output_final_state:
+            break
         last = g_i[:, :, -1, None]
         state = state.mul_(last.unsqueeze(-1).exp()).add_((k_i * (last - g_i).exp().unsqueeze(-1)).transpose(-1, -2) @ v_new)
     out = out.flatten(2, 3)[:, :, :tokens]
@@ -131,6 +159,16 @@ def _chunks(x: Tensor) -> Tensor:
     return x.view(*x.shape[:2], -1, CHUNK, *x.shape[3:])
 
 
+def _times(x: Tensor, factor: Tensor | float) -> Tensor:
+    return _chunks(x) * (factor if isinstance(factor, float) else _chunks(factor).unsqueeze(-1))
+
+
+def _key_parts(key: Tensor, beta: Tensor, growth: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    key = _chunks(key)
+    k_beta = key * _chunks(beta).unsqueeze(-1)
+    return key, k_beta, k_beta * growth.unsqueeze(-1)
+
+
 def _inverse(products: Tensor, decay: Tensor) -> Tensor:
     """The inverse of 1 + the part of products x decay, float32 [..., 64, 64], below the diagonal, by forward substitution."""
     above = torch.ones((CHUNK, CHUNK), dtype=torch.bool, device=products.device).triu_()
@@ -139,3 +177,6 @@ def _inverse(products: Tensor, decay: Tensor) -> Tensor:
         row = made[..., i, :i]
         row += (row.unsqueeze(-1) * made[..., :i, :i]).sum(-2)
     return made.add_(torch.eye(CHUNK, dtype=made.dtype, device=made.device))
+
+
+TORCH = Steps(_times, _key_parts, _inverse)

@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--shape", default="0.3b")
     parser.add_argument("--layers", type=int, nargs="+", default=[4, 8, 12, 16])
-    parser.add_argument("--total-tokens", type=int, nargs="+", default=[512, 1024, 2048, 4096])
+    parser.add_argument("--total-tokens", type=int, nargs="+", default=[1024, 4096, 8192, 12288])
     parser.add_argument("--tokens", type=int, default=64, help="a row")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3, help="the shortest of these counts; two at least")

@@ -99,11 +99,23 @@ def output_to(path: Path) -> Iterator[None]:
     path.touch()
     log: TextIO = _Log(path)  # type: ignore[assignment]
     logging.captureWarnings(capture=True)
+    handlers = [(handler, handler.stream) for handler in _handlers()]
     try:
+        for handler, _ in handlers:
+            handler.setStream(log)
         with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
             yield
     finally:
+        for handler, stream in handlers:
+            handler.setStream(stream)
         logging.captureWarnings(capture=False)
+
+
+def _handlers() -> Iterator["logging.StreamHandler[TextIO]"]:
+    """What loggers write to the terminal with: a library that was imported earlier keeps the stream of that time."""
+    loggers = [logger for logger in logging.root.manager.loggerDict.values() if isinstance(logger, logging.Logger)]
+    for logger in (logging.root, *loggers):
+        yield from (handler for handler in logger.handlers if type(handler) is logging.StreamHandler)
 
 
 def duration(seconds: float) -> str:

@@ -301,6 +301,15 @@ def test_run_json_and_status(tiny: Path, calibration: Path, quantized: Outcome) 
     refused(call("status", out.with_name("nothing")), "no run is recorded")
 
 
+def test_a_run_says_its_own_lines_only(tiny: Path, calibration: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "quantize", "run", str(tiny), str(tmp_path / "out"), "--recipe", "demo", "--device", "cpu"]
+    done = subprocess.run([*command, "--calibration", str(calibration)], capture_output=True, text=True, check=True)
+    said = {line.partition(":")[0] for line in done.stderr.splitlines()}
+    assert said <= {"note", "fetch", "plan", "calibrate", "quantize", "assemble", "verify", "card"}, done.stderr
+    chatter = (tmp_path / "out.run" / "quantize" / "log-0.txt").read_text()
+    assert "flash-linear-attention" in chatter, "what transformers says is for the curious"
+
+
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:
     result = call("run", tmp_path / "nowhere", tmp_path / "out", "--debug")
     assert isinstance(result.exception, ValueError)

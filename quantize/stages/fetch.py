@@ -4,6 +4,7 @@ Shards are hashed with BLAKE3, which uses all cores on one file; everything else
 """
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from assemble.errors import InputError
 from assemble.writer import sha256_file, sha256_tensor
 from quantize.source import SMALL_FILES, Source, fetch
 from quantize.stage import Context, Record, Result
+
+PIECE = 64 * 1024 * 1024  # of a shard, hashed while the next one is read
 
 
 def run(context: Context) -> Result:
@@ -102,8 +105,18 @@ def check_unchanged(record: Record) -> None:
 
 
 def _digest(path: Path) -> str:
-    if path.suffix != ".safetensors":
-        return sha256_file(path)
+    return f"blake3:{_blake3(path)}" if path.suffix == ".safetensors" else sha256_file(path)
+
+
+def _blake3(path: Path) -> str:
+    """Read and not mapped: a mapped file counts as this process's memory, and kills it when it is cut short meanwhile."""
     from blake3 import blake3
 
-    return "blake3:" + blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
+    digest, buffers = blake3(max_threads=blake3.AUTO), [bytearray(PIECE), bytearray(PIECE)]
+    with path.open("rb", buffering=0) as file, ThreadPoolExecutor(1) as ahead:
+        reading = ahead.submit(file.readinto, buffers[0])
+        while count := reading.result():
+            buffers.reverse()
+            reading = ahead.submit(file.readinto, buffers[0])
+            digest.update(memoryview(buffers[1])[:count])
+    return str(digest.hexdigest())

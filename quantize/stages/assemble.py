@@ -12,13 +12,19 @@ from assemble.sidefiles import side_files
 from assemble.writer import link_file, sha256_file, sha256_tensor, sync_directory, write_index
 from quantize.stage import Context, Result
 from quantize.stages.plan import planned
+from quantize.stages.quantize import check_unchanged
 
 
 def run(context: Context) -> Result:
-    """Leaves a complete checkpoint in the stage's folder."""
+    """Leaves a complete checkpoint in the stage's folder.
+
+    Raises:
+        InputError: a shard that was changed since it was hashed.
+    """
     plan = planned(context, context.records["fetch"])
     directory = context.directory
     quantized = context.records["quantize"]
+    check_unchanged(quantized, context.directory_of("quantize"))
     known = dict(quantized.outputs)
     for name in quantized.outputs:
         link_file(context.directory_of("quantize") / name, directory / name)

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 
 from assemble.checkpoint import Checkpoint
+from assemble.errors import InputError
 from quantize.console import Reporter, output_to
 from quantize.errors import OutOfGPUMemoryError
 from quantize.machine import find_gpu
 from quantize.planning import build_plan, modelopt_table
-from quantize.stage import Context, Result
+from quantize.stage import Context, Record, Result
 from quantize.stages import calibrate, fetch
 from recipes.schema import Recipe
 
@@ -46,7 +47,7 @@ def run(context: Context) -> Result:
 
     Raises:
         CoverageError: what was made is not what was planned.
-        InputError: a weight, or an input, that no scale follows from.
+        InputError: a weight, or an input, that no scale follows from; a source that changed.
     """
     from quantize.streaming.ranks import find_ranks
 
@@ -59,9 +60,26 @@ def run(context: Context) -> Result:
     ranks = find_ranks()
     ranks.join()
     ranks.broadcast(task)
-    result = Result(*work(task, context.reporter))
+    shards, facts = work(task, context.reporter)
     fetch.check_unchanged(context.records["fetch"])
-    return result
+    return Result(shards, facts | {"written": {name: _stamp(context.directory / name) for name in shards}})
+
+
+def check_unchanged(record: Record, directory: Path) -> None:
+    """Refuses shards that were changed since they were hashed.
+
+    Raises:
+        InputError: names the first.
+    """
+    for name, stamp in record.facts.get("written", {}).items():  # records of earlier versions have none
+        if _stamp(directory / name) != stamp:
+            raise InputError(f"{directory / name} was changed after it was written. Start over: remove {directory.parent}.")
+
+
+def _stamp(path: Path) -> dict[str, int]:
+    """No ctime: a hard link changes it."""
+    status = path.stat()
+    return {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns}
 
 
 def work(task: Task, reporter: Reporter) -> tuple[dict[str, str], dict[str, Any]]:

@@ -138,6 +138,17 @@ def test_a_source_that_changes_while_it_is_read(tiny: Path, calibration: Path, t
     assert not out.exists()
 
 
+def test_a_shard_that_changes_after_it_was_hashed(tiny: Path, calibration: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shard = tmp_path / "out.run" / "quantize" / "model-00001-of-00002.safetensors"
+    request = Request(str(tiny), out, loader.load("demo"), calibration=calibration, device="cpu")
+    with pytest.raises(InputError, match=r"quantize/model-00001-of-00002\.safetensors was changed after it was written"):
+        run(request, Rewriter("quantize", shard))
+    assert not out.exists()
+    shutil.rmtree(tmp_path / "out.run")
+    assert run(request, Reporter()).out == out
+
+
 def test_a_moved_source_is_the_same_source(tiny: Path, calibration: Path, finished: Path, tmp_path: Path) -> None:
     other = tmp_path / "moved"
     shutil.copytree(tiny, other)

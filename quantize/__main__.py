@@ -220,7 +220,7 @@ def _run(request: Request, *, as_json: bool) -> None:
             reporter.line(f"note: {note}")
         if shown.problems:
             raise MachineError(shown.problems[0])
-    libraries.start_importing(gpu=gpu)
+    libraries.start_importing(gpu=gpu and read_record(request.workspace / "quantize") is None)
     outcome = run(request, reporter)
     worker.dismiss()
     seconds = time.monotonic() - started
@@ -236,7 +236,7 @@ if __name__ == "__main__":
     except SystemExit as end:
         # Everything is on the disk and every thread is done. Python would take apart modules and free memory piece by piece,
         # on a GPU for half a second; the system does it at once.
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError):
+        for stream in filter(None, (sys.stdout, sys.stderr)):  # a closed one is None
+            with contextlib.suppress(OSError, ValueError):
                 stream.flush()
         os._exit(end.code if isinstance(end.code, int) else 0 if end.code is None else 1)

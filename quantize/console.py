@@ -113,8 +113,8 @@ def output_to(path: Path) -> Iterator[None]:
 
 def _handlers() -> Iterator["logging.StreamHandler[TextIO]"]:
     """What loggers write to the terminal with: a library that was imported earlier keeps the stream of that time."""
-    loggers = [logger for logger in logging.root.manager.loggerDict.values() if isinstance(logger, logging.Logger)]
-    for logger in (logging.root, *loggers):
+    known = list(logging.root.manager.loggerDict.values())  # a copy: another thread may be importing what has loggers
+    for logger in (logging.root, *(one for one in known if isinstance(one, logging.Logger))):
         yield from (handler for handler in logger.handlers if type(handler) is logging.StreamHandler)
 
 

@@ -16,6 +16,7 @@ from quantize.machine import find_gpu
 from quantize.planning import build_plan, modelopt_table
 from quantize.stage import Context, Record, Result
 from quantize.stages import calibrate, fetch
+from quantize.streaming.journal import stamp
 from recipes.schema import Recipe
 
 
@@ -60,9 +61,9 @@ def run(context: Context) -> Result:
     ranks = find_ranks()
     ranks.join()
     ranks.broadcast(task)
-    shards, facts = work(task, context.reporter)
+    result = Result(*work(task, context.reporter))
     fetch.check_unchanged(context.records["fetch"])
-    return Result(shards, facts | {"written": {name: _stamp(context.directory / name) for name in shards}})
+    return result
 
 
 def check_unchanged(record: Record, directory: Path) -> None:
@@ -71,15 +72,9 @@ def check_unchanged(record: Record, directory: Path) -> None:
     Raises:
         InputError: names the first.
     """
-    for name, stamp in record.facts.get("written", {}).items():  # records of earlier versions have none
-        if _stamp(directory / name) != stamp:
+    for name, written in record.facts.get("written", {}).items():  # records of earlier versions have none
+        if stamp(directory / name) != written:
             raise InputError(f"{directory / name} was changed after it was written. Start over: remove {directory.parent}.")
-
-
-def _stamp(path: Path) -> dict[str, int]:
-    """No ctime: a hard link changes it."""
-    status = path.stat()
-    return {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns}
 
 
 def work(task: Task, reporter: Reporter) -> tuple[dict[str, str], dict[str, Any]]:
@@ -109,12 +104,13 @@ def work(task: Task, reporter: Reporter) -> tuple[dict[str, str], dict[str, Any]
         ranks.gather(None)
         facts = engine.quantize(job, journal, ranks, reporter)
     shards: dict[str, str] = {}
-    for part in ranks.gather(journal.shards):
-        shards |= part
+    stamps: dict[str, dict[str, int]] = {}
+    for some, theirs in ranks.gather((journal.shards, journal.stamps)):
+        shards, stamps = shards | some, stamps | theirs
     everyone = ranks.gather({"device": device, **facts, **gpu})
     if ranks.rank == 0:
         journal.close()
-    own = {**everyone[0], "activations": task.store}
+    own = {**everyone[0], "activations": task.store, "written": dict(sorted(stamps.items()))}
     return dict(sorted(shards.items())), own | ({} if ranks.alone else {"ranks": everyone})
 
 

@@ -26,6 +26,7 @@ class Journal:
         shards: Finished shard -> SHA-256, those of earlier runs and other processes included.
         input_amax: FP8 module -> largest magnitude of its input, for the layers before `next_layer`.
         next_layer: The layer that the saved hidden states are the input of; 0 when none are saved.
+        stamps: Finished shard -> its size and time when it was hashed in this run, for those that this process hashed.
     """
 
     directory: Path
@@ -33,6 +34,7 @@ class Journal:
     shards: dict[str, str] = field(default_factory=dict)
     input_amax: dict[str, float] = field(default_factory=dict)
     next_layer: int = 0
+    stamps: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
@@ -44,7 +46,7 @@ class Journal:
     def shard_finished(self, name: str, sha256: str) -> None:
         """Notes a finished shard."""
         with self._lock:
-            self.shards[name] = sha256
+            self.shards[name], self.stamps[name] = sha256, stamp(self.directory / name)
             self._save()
 
     def states_saved(self, layer: int, input_amax: Mapping[str, float]) -> None:
@@ -84,7 +86,14 @@ def open_journal(directory: Path, states_bytes: int, rank: int = 0) -> Journal:
         states = journal.states_path(state.next_layer)
         if state.next_layer > journal.next_layer and states.is_file() and states.stat().st_size == states_bytes:
             journal.next_layer, journal.input_amax = state.next_layer, state.input_amax
+    journal.stamps = {name: stamp(directory / name) for name in journal.shards}
     return journal
+
+
+def stamp(path: Path) -> dict[str, int]:
+    """What changes when a file is written to. No ctime: a hard link changes it."""
+    status = path.stat()
+    return {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns}
 
 
 def remove_leftovers(journal: Journal) -> None:

@@ -310,6 +310,13 @@ def test_a_run_says_its_own_lines_only(tiny: Path, calibration: Path, tmp_path: 
     assert "flash-linear-attention" in chatter, "what transformers says is for the curious"
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-"])
+def test_a_closed_stream_is_no_failure(closed: str, quantized: Outcome) -> None:
+    command = f"exec {sys.executable} -m quantize status {quantized.out} --json {closed}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:
     result = call("run", tmp_path / "nowhere", tmp_path / "out", "--debug")
     assert isinstance(result.exception, ValueError)

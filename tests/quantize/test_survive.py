@@ -13,6 +13,7 @@ from assemble.errors import InputError
 from quantize.console import Reporter
 from quantize.runner import BusyError, Outcome, StaleRunError, run
 from quantize.stage import Request
+from quantize.stages import fetch
 from recipes import loader
 from recipes.loader import LoadedRecipe
 
@@ -138,12 +139,20 @@ def test_a_source_that_changes_while_it_is_read(tiny: Path, calibration: Path, t
     assert not out.exists()
 
 
-def test_a_shard_that_changes_after_it_was_hashed(tiny: Path, calibration: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("when", ["while the stage goes on", "after it"])
+def test_a_shard_that_changes_after_it_was_hashed(
+    when: str, tiny: Path, calibration: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "out"
     shard = tmp_path / "out.run" / "quantize" / "model-00001-of-00002.safetensors"
     request = Request(str(tiny), out, loader.load("demo"), calibration=calibration, device="cpu")
-    with pytest.raises(InputError, match=r"quantize/model-00001-of-00002\.safetensors was changed after it was written"):
-        run(request, Rewriter("quantize", shard))
+    reporter: Reporter = Rewriter("quantize", shard)
+    with monkeypatch.context() as patch:
+        if when == "while the stage goes on":
+            patch.setattr(fetch, "check_unchanged", lambda _, rewriter=reporter: rewriter.line("quantize: done"))
+            reporter = Reporter()
+        with pytest.raises(InputError, match=r"00001-of-00002\.safetensors was changed after it was written"):
+            run(request, reporter)
     assert not out.exists()
     shutil.rmtree(tmp_path / "out.run")
     assert run(request, Reporter()).out == out

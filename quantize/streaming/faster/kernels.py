@@ -34,9 +34,9 @@ def _inverse(products, decay, SIZE: tl.constexpr):  # type: ignore[no-untyped-de
         for k in range(0, i, 4):
             at, above = products + i * SIZE + k, products + k * SIZE + column
             sum0 += tl.load(at) * tl.load(above)
-            sum1 += tl.load(at + 1, mask=k + 1 < i, other=0.0) * tl.load(above + SIZE)
-            sum2 += tl.load(at + 2, mask=k + 2 < i, other=0.0) * tl.load(above + 2 * SIZE)
-            sum3 += tl.load(at + 3, mask=k + 3 < i, other=0.0) * tl.load(above + 3 * SIZE)
+            sum1 += tl.load(at + 1, mask=k + 1 < i, other=0.0) * tl.load(above + SIZE, mask=k + 1 < i, other=0.0)
+            sum2 += tl.load(at + 2, mask=k + 2 < i, other=0.0) * tl.load(above + 2 * SIZE, mask=k + 2 < i, other=0.0)
+            sum3 += tl.load(at + 3, mask=k + 3 < i, other=0.0) * tl.load(above + 3 * SIZE, mask=k + 3 < i, other=0.0)
         tl.debug_barrier()  # and has been, before it changes
         tl.store(products + i * SIZE + column, tl.where(below, row + (sum0 + sum1 + sum2 + sum3), row))
     tl.debug_barrier()

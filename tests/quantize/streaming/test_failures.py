@@ -228,8 +228,8 @@ def test_the_furthest_of_several_journals_counts(tmp_path: Path) -> None:
     for rank, layer in ((0, 5), (1, 3)):
         journal = open_journal(tmp_path, 10, rank)
         journal.next_layer, journal.input_amax = layer, {"module": float(layer)}
-        journal.shard_finished(f"shard-{rank}", digest)
         (tmp_path / f"shard-{rank}").touch()
+        journal.shard_finished(f"shard-{rank}", digest)
         journal.states_path(layer).write_bytes(bytes(10))
     found = open_journal(tmp_path, 10)
     assert (found.next_layer, found.input_amax) == (5, {"module": 5.0})

@@ -65,11 +65,22 @@ def test_the_delta_rule_on_a_gpu(shape: tuple[int, int, int]) -> None:
 @pytest.mark.gpu
 def test_the_convolution_on_a_gpu() -> None:
     device = torch.device("cuda", 0)
-    assert convolution.same_convolution(8192, 4, device) is convolution.causal_conv1d
     x = torch.randn((16, 512, 8192), device=device).bfloat16().transpose(1, 2)
     weight = torch.randn((8192, 4), device=device).bfloat16()
-    expected = torch.nn.functional.conv1d(x, weight.unsqueeze(1), padding=3, groups=8192)[..., :512]
-    assert torch.equal(convolution.causal_conv1d(x, weight), torch.nn.functional.silu(expected))
+    first, second = (convolution.causal_conv1d(x, weight) for _ in range(2))
+    assert convolution._same[16, 8192, 512, device]
+    assert torch.equal(first, second)
+    assert second.stride() != first.stride(), "the second is the kernel's"
+
+
+def test_a_convolution_with_other_bits_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = torch.randn(2, 8, 5).bfloat16(), torch.randn(8, 4).bfloat16()
+    expected = convolution._by_pytorch(x, weight)
+    for other in (lambda *_: expected * 1.01, lambda *_: 1 // 0):
+        monkeypatch.setattr(convolution, "_by_kernel", other)
+        monkeypatch.setattr(convolution, "_same", {})
+        for _ in range(2):
+            assert torch.equal(convolution.causal_conv1d(x, weight), expected)
 
 
 @pytest.mark.gpu

@@ -199,7 +199,9 @@ def show(made: list[Measured], work: Path) -> None:
             continue
         record = read_object(path)
         facts = {
-            k: v for k, v in record["facts"].items() if k in ("seconds", "gpu_peak_memory_bytes", "predicted", "layers_run")
+            k: v
+            for k, v in record["facts"].items()
+            if k in ("seconds", "gpu_peak_memory_bytes", "predicted", "layers_run", "delta_rule")
         }
         print(f"  {stage:10} {record['seconds']:7.1f} s   {facts or ''}")  # noqa: T201
 

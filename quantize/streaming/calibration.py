@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from quantize.streaming.activations import Activations
 from quantize.streaming.decoder import Decoder
+from quantize.streaming.faster.delta_rule import name_of
 from quantize.streaming.ranks import Ranks
 
 
@@ -25,6 +26,7 @@ class Calibration:
     def __init__(self, decoder: Decoder, states: Activations, ranks: Ranks) -> None:
         self._decoder, self.states, self._ranks = decoder, states, ranks
         self.layers_run = 0
+        self.delta_rule: str | None = None  # what computed it, for the record
 
     def run(self, layer: int, tensors: Mapping[str, Tensor], measured: set[str]) -> dict[str, float]:
         """Runs a layer on all rows.
@@ -38,6 +40,7 @@ class Calibration:
             Module -> the largest magnitude of its input, over all rows of all ranks; 0 when it saw nothing.
         """
         module = self._decoder.layer(layer, tensors)
+        self.delta_rule = self.delta_rule or name_of(module)
         modules = {name: part for name, part in module.named_modules() if name in measured}
         with _InputAmax(modules, self._decoder.device) as amax:
             for hidden, part in self.states.batches():

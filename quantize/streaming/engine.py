@@ -124,8 +124,8 @@ class _Run:
                 copies.finish()
                 self._ranks.gather(None)  # every shard is there before any process leaves
         seconds = {name: round(value, 2) for name, value in self._seconds.items()}
-        run = self._calibration.layers_run if self._calibration else 0
-        return {"seconds": seconds, "bytes_read": reader.bytes_read, "layers_run": run}
+        run, rule = (self._calibration.layers_run, self._calibration.delta_rule) if self._calibration else (0, None)
+        return {"seconds": seconds, "bytes_read": reader.bytes_read, "layers_run": run, "delta_rule": rule}
 
     def _steps(self) -> Iterator[Step]:
         plan = self._job.plan

@@ -40,6 +40,17 @@ def installed(layer: nn.Module, device: torch.device) -> nn.Module:
     return layer
 
 
+def name_of(layer: nn.Module) -> str | None:
+    """What computes the layer's delta rule: `kernels`, `torch`, or the module of another's function; None without one."""
+    for part in layer.modules():
+        rule: Any = getattr(part, ATTRIBUTE, None)
+        if isinstance(rule, partial):
+            return "torch" if rule.args == (TORCH,) else "kernels"
+        if rule is not None:
+            return str(rule.__module__)
+    return None
+
+
 def same_rule(original: Rule, device: torch.device) -> Rule:
     """The fastest rule that computes on the device what `original` does; on a GPU, compiles for a second or two."""
     with _COMPILING:

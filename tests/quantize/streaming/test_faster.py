@@ -14,7 +14,7 @@ from assemble.architecture import read_architecture
 from assemble.checkpoint import Checkpoint
 from quantize.streaming.decoder import Decoder
 from quantize.streaming.faster import convolution, delta_rule
-from quantize.streaming.faster.delta_rule import TORCH, gated_delta_rule, installed, same_rule
+from quantize.streaming.faster.delta_rule import TORCH, gated_delta_rule, installed, name_of, same_rule
 from quantize.streaming.reading import read_layer
 
 CPU = torch.device("cpu")
@@ -106,6 +106,8 @@ def test_a_layer_gets_it() -> None:
     rule = installed(linear_attention(), CPU).chunk_gated_delta_rule
     assert rule.func is gated_delta_rule
     assert rule.args == (TORCH,)
+    assert name_of(installed(linear_attention(), CPU)) == "torch"
+    assert name_of(torch.nn.Linear(1, 1)) is None
 
 
 def test_a_function_with_other_bits_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +118,9 @@ def test_a_function_with_other_bits_stays(monkeypatch: pytest.MonkeyPatch) -> No
         return made * 1.01, state
 
     monkeypatch.setattr(dense, "torch_chunk_gated_delta_rule", newer)
-    assert installed(linear_attention(), CPU).chunk_gated_delta_rule is newer
+    layer = installed(linear_attention(), CPU)
+    assert layer.chunk_gated_delta_rule is newer
+    assert name_of(layer) == newer.__module__
 
 
 def test_a_state_with_other_bits_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -206,7 +206,7 @@ def _run(request: Request, *, as_json: bool) -> None:
     from quantize.streaming import worker
     from quantize.summary import print_summary, summary_json
 
-    gpu = request.device != "cpu"
+    gpu = request.device != "cpu" and read_record(request.workspace / "quantize") is None  # else nothing is left to compute
     if int(os.environ.get("RANK", "0")):  # under torchrun, the first process runs the pipeline
         libraries.start_importing(gpu=gpu)
         libraries.wait_until_imported()
@@ -220,7 +220,7 @@ def _run(request: Request, *, as_json: bool) -> None:
             reporter.line(f"note: {note}")
         if shown.problems:
             raise MachineError(shown.problems[0])
-    libraries.start_importing(gpu=gpu and read_record(request.workspace / "quantize") is None)
+    libraries.start_importing(gpu=gpu)
     outcome = run(request, reporter)
     worker.dismiss()
     seconds = time.monotonic() - started

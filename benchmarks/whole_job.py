@@ -188,11 +188,17 @@ def show(made: list[Measured], work: Path) -> None:
     """Prints what was measured, and the stages of our run."""
     print(f"\n{'':28}{'seconds':>9}{'host':>10}{'GPU':>10}   ours is faster by")  # noqa: T201
     for m in made:
+        if m.name == "floor":  # its parts run one after another
+            continue
         ratio = f"{m.seconds / made[0].seconds:6.2f}" if m.name.startswith("ModelOpt") else ""
         print(f"{m.name:28}{m.seconds:9.1f}{m.host_bytes / 1e9:8.2f} GB{m.gpu_bytes / 1e9:8.2f} GB   {ratio}")  # noqa: T201
     for m in made:
-        if m.said.startswith("{"):
-            print(f"{m.name}: {m.said}")  # noqa: T201
+        if m.name == "floor" and m.said.startswith("{"):
+            seconds = json.loads(m.said)
+            times = {name: f"{made[0].seconds / seconds[name]:.2f}" for name in ("floor", "process")}
+            print(f"floor, each part by itself: {m.said}")  # noqa: T201
+            print(f"  this tool takes {times['floor']} times the floor of the work, ", end="")  # noqa: T201
+            print(f"{times['process']} times that of a process that does only this work")  # noqa: T201
     for stage in ("fetch", "plan", "calibrate", "quantize", "assemble", "verify", "card"):
         path = work / "ours.run" / stage / "stage.json"
         if not path.is_file():
@@ -201,7 +207,7 @@ def show(made: list[Measured], work: Path) -> None:
         facts = {
             k: v
             for k, v in record["facts"].items()
-            if k in ("seconds", "gpu_peak_memory_bytes", "predicted", "layers_run", "delta_rule")
+            if k in ("seconds", "gpu_peak_memory_bytes", "gpu_peak_reserved_bytes", "predicted", "layers_run", "delta_rule")
         }
         print(f"  {stage:10} {record['seconds']:7.1f} s   {facts or ''}")  # noqa: T201
 

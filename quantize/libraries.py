@@ -6,15 +6,24 @@ imports from it at that moment is given the unfinished one.
 
 import contextlib
 import gc
+import importlib.metadata
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 # Read when PyTorch is imported. Layers of two kinds and lm_head take turns; without this, memory of one size lies idle.
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 # A thread that waits for another one sleeps: the cores are wanted by those that read, hash and write.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# transformers imports these, where they are installed, for what no run does: sound, images, losses of object detection, a way
+# of generating, models spread over devices. On a machine that has them all, that takes longer than everything else here.
+UNUSED = ("accelerate", "librosa", "scipy", "sklearn", "torchaudio", "torchcodec", "torchvision")
+SWITCH_SECONDS = 0.0005  # how soon the import lets a thread that hashes go on; Python's own 5 ms are longer than it hashes for
 
 _imported = threading.Event()
 _imported.set()  # as far as anyone has asked
@@ -42,7 +51,13 @@ def _prepare(gpu: bool) -> None:
 
 
 def _import() -> None:
-    with _without_collecting(), _hidden("sklearn"), _hidden("scipy"):
+    with contextlib.ExitStack() as stack:
+        for context in (_without_collecting(), _switching_soon(), _quick_distributions(), *map(_hidden, UNUSED)):
+            stack.enter_context(context)
+        import torch  # noqa: F401
+        import transformers  # noqa: F401
+
+        _scan_models_once()
         from transformers.models.qwen3_5 import modeling_qwen3_5  # noqa: F401 - else imported with the first layer
         from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe  # noqa: F401
 
@@ -61,11 +76,19 @@ def _without_collecting() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _hidden(module: str) -> Iterator[None]:
-    """As if a module were not installed.
+def _switching_soon() -> Iterator[None]:
+    """Whoever hashes the inputs meanwhile needs the interpreter often, and for a moment only."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_SECONDS)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
-    transformers imports scikit-learn for one way of generating and SciPy for the losses of object detection: two seconds.
-    """
+
+@contextlib.contextmanager
+def _hidden(module: str) -> Iterator[None]:
+    """As if a module were not installed."""
     if module in sys.modules:
         yield
         return
@@ -74,6 +97,47 @@ def _hidden(module: str) -> Iterator[None]:
         yield
     finally:
         del sys.modules[module]
+
+
+@contextlib.contextmanager
+def _quick_distributions() -> Iterator[None]:
+    """transformers asks which distribution has which package, and Python reads the file list of every one to say it."""
+    original = importlib.metadata.packages_distributions
+    importlib.metadata.packages_distributions = lambda: _Distributions(original)
+    try:
+        yield
+    finally:
+        importlib.metadata.packages_distributions = original
+
+
+class _Distributions(dict[str, list[str]]):
+    """Package -> its distributions, found when asked for: most have the package's name."""
+
+    def __init__(self, read_all: Callable[[], Mapping[str, list[str]]]) -> None:
+        self._read_all = cache(read_all)
+
+    def __missing__(self, package: str) -> list[str]:
+        try:
+            importlib.metadata.distribution(package)
+        except importlib.metadata.PackageNotFoundError:
+            return self._read_all()[package]
+        return [package]
+
+    def get(self, package: str, default: Any = None) -> Any:
+        """Who asks so wants to know all that have the package."""
+        return self._read_all().get(package, default)
+
+
+def _scan_models_once() -> None:
+    """Importing transformers has read its models' files for the names in them; `transformers.models` would do so again."""
+    import transformers
+    from transformers.utils import import_utils
+
+    models = Path(str(transformers.__file__)).parent / "models"
+    scan = getattr(import_utils, "create_import_structure_from_path", None)  # keeps its last answers, by path; 5.14
+    if scan:
+        again = str(models / "__init__.py")
+        import_utils.create_import_structure_from_path = lambda path: scan(models if path == again else path)
 
 
 def _start_gpu() -> None:

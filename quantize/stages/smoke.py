@@ -7,7 +7,6 @@ from typing import Any
 from assemble.jsonfile import read_object, write_object
 from assemble.writer import sha256_file
 from quantize.smoke.command import REPORT, SmokeError
-from quantize.smoke.endpoint import run_endpoint
 from quantize.smoke.evidence import predicted
 from quantize.smoke.launch import TIMEOUT_SECONDS, Container, Interpreter, Place, check_place, here, run_passes
 from quantize.smoke.passes import Pass
@@ -97,6 +96,8 @@ def _place(target: SmokeTarget) -> Place:
 
 def _passes(target: SmokeTarget, ask: Ask, context: Context) -> tuple[dict[str, Pass], str]:
     if target.endpoint:
+        from quantize.smoke.endpoint import run_endpoint
+
         return run_endpoint(target.endpoint, ask, context.reporter), "endpoint"
     place = _place(target)
     return run_passes(place, ask, context.directory, TIMEOUT_SECONDS, context.reporter), place.reached

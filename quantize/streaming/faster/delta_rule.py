@@ -141,13 +141,14 @@ def gated_delta_rule(  # noqa: PLR0913, PLR0917 - the signature is transformers'
     g = _chunks(g).cumsum(dim=-1)
     query = steps.times(query, 1 / (query.shape[-1] ** 0.5))  # all [B, H, C, 64, D] from here
     key, k_beta, k_grown = steps.key_parts(key, beta, g.exp())
-    value = steps.times(value, beta)
     after = torch.ones((CHUNK, CHUNK), dtype=torch.bool, device=g.device).triu_(diagonal=1)
     decay = (g.unsqueeze(-1) - g.unsqueeze(-2)).masked_fill_(after, -torch.inf).exp_()
     inverse = steps.inverse(k_beta @ key.transpose(-1, -2), decay)
-    value = inverse @ value
+    del k_beta
     k_cumdecay = inverse @ k_grown
-    del inverse, k_beta, k_grown
+    del k_grown  # nothing that is not needed may lie beside the values: this is where a layer wants most memory
+    value = inverse @ steps.times(value, beta)
+    del inverse
     if initial_state is None:
         state = torch.zeros((*key.shape[:2], key.shape[-1], value.shape[-1]), dtype=value.dtype, device=value.device)
     else:

@@ -12,6 +12,7 @@ from assemble.dequantize import dequantize_fp8, dequantize_nvfp4
 from assemble.formats import COMPANIONS, NVFP4, SCHEMES
 from assemble.rules.model import Detail, Mend, Severity
 from assemble.rules.modules import KV_SCALE
+from assemble.rules.scan import Files
 from assemble.rules.subject import EXPERTS, Subject
 
 LEAST_COSINE = 0.99  # a healthy NVFP4 weight has 0.995, an FP8 one 0.9996
@@ -103,21 +104,24 @@ def close_to_the_source(subject: Subject) -> Iterator[Detail]:
     """VAL-6: sampled rows of every quantized weight, dequantized, have cosine above 0.99 with the source's, and its size."""
     if subject.source is None:
         return
-    for module, scheme in subject.modules.items():
-        place = _source_place(subject.source, module)
-        weight = subject.tensors.get(f"{module}.weight")
-        if scheme not in (*SCHEMES, NVFP4) or place is None or weight is None or len(weight.shape) != 2:
-            continue
-        tensor, first, rows = place
-        sampled = SAMPLED_OF_EXPERT if f"{EXPERTS}." in module else SAMPLED
-        chosen = _spread(min(rows, weight.shape[0]), sampled // max(1, tensor.shape[-1]))
-        mine = _dequantized(subject, module, chosen)
-        if mine is None:
-            continue
-        truth = _numbers(_rows(subject.source.path_of(tensor), tensor, [first + r for r in chosen]), tensor.dtype)
-        if mine.size != truth.size:
-            continue  # another shape, Q-2's and Q-3's
-        yield from _judge(f"{module}.weight", mine.ravel().astype(np.float64), truth.astype(np.float64))
+    scalars = subject.scalars(f"{m}.{leaf}" for m in subject.modules for leaf in ("weight_scale", "weight_scale_2"))
+    with Files() as files:
+        for module, scheme in subject.modules.items():
+            place = _source_place(subject.source, module)
+            weight = subject.tensors.get(f"{module}.weight")
+            if scheme not in (*SCHEMES, NVFP4) or place is None or weight is None or len(weight.shape) != 2:
+                continue
+            tensor, first, rows = place
+            sampled = SAMPLED_OF_EXPERT if f"{EXPERTS}." in module else SAMPLED
+            chosen = _spread(min(rows, weight.shape[0]), sampled // max(1, tensor.shape[-1]))
+            mine = _dequantized(subject, module, chosen, scalars, files)
+            if mine is None:
+                continue
+            there = files.rows(subject.source.path_of(tensor), tensor, [first + r for r in chosen])
+            truth = _numbers(there.tobytes(), tensor.dtype)
+            if mine.size != truth.size:
+                continue  # another shape, Q-2's and Q-3's
+            yield from _judge(f"{module}.weight", mine.ravel().astype(np.float64), truth.astype(np.float64))
 
 
 def _judge(name: str, mine: npt.NDArray[np.float64], truth: npt.NDArray[np.float64]) -> Iterator[Detail]:
@@ -152,27 +156,16 @@ def _spread(rows: int, count: int) -> list[int]:
     return sorted({round(i * (rows - 1) / max(1, count - 1)) for i in range(count)})
 
 
-def _rows(path: Any, tensor: TensorInfo, rows: list[int]) -> bytes:
-    width = tensor.nbytes // max(1, int(np.prod(tensor.shape[:-1])))
-    with path.open("rb", buffering=0) as file:
-        parts = []
-        for row in rows:
-            file.seek(tensor.start + row * width)
-            parts.append(file.read(width))
-    return b"".join(parts)
-
-
-def _dequantized(subject: Subject, module: str, rows: list[int]) -> npt.NDArray[np.float32] | None:
+def _dequantized(
+    subject: Subject, module: str, rows: list[int], scalars: Mapping[str, float], files: Files
+) -> npt.NDArray[np.float32] | None:
     """Rows of a quantized weight as numbers, or None when its tensors are not what Q-2 and Q-3 ask for."""
     weight, scale = subject.tensors[f"{module}.weight"], subject.tensors.get(f"{module}.weight_scale")
-    scalars = subject.scalars([f"{module}.weight_scale", f"{module}.weight_scale_2"])
-    path = subject.root / weight.shard
-    codes = np.frombuffer(_rows(path, weight, rows), np.uint8)
     if weight.dtype == "F8_E4M3" and f"{module}.weight_scale" in scalars:
-        return dequantize_fp8(codes, scalars[f"{module}.weight_scale"])
+        return dequantize_fp8(files.rows(subject.root / weight.shard, weight, rows), scalars[f"{module}.weight_scale"])
     if weight.dtype != "U8" or scale is None or f"{module}.weight_scale_2" not in scalars:
         return None
     if scale.dtype != "F8_E4M3" or scale.shape != (weight.shape[0], weight.shape[1] // 8):
         return None
-    blocks = np.frombuffer(_rows(subject.root / scale.shard, scale, rows), np.uint8).reshape(len(rows), -1)
-    return dequantize_nvfp4(codes.reshape(len(rows), -1), blocks, scalars[f"{module}.weight_scale_2"])
+    codes = files.rows(subject.root / weight.shard, weight, rows)
+    return dequantize_nvfp4(codes, files.rows(subject.root / scale.shard, scale, rows), scalars[f"{module}.weight_scale_2"])

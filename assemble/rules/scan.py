@@ -8,6 +8,7 @@ E4M3 are looked at as integers.
 
 import errno
 import hashlib
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +25,7 @@ from assemble.checkpoint import DTYPE_BYTES, TensorInfo
 PIECE = 16 * 1024 * 1024
 BLOCK = 1024 * 1024  # looked at in one go, so that intermediate results stay in the cache
 THREADS = min(8, max(2, os.cpu_count() or 1))
+NEAR = 128 * 1024  # rows that lie within so many bytes are read in one go
 LARGE = 64 * 1024  # bytes from which a tensor's content is sampled, to find equal tensors
 Bytes = npt.NDArray[np.uint8]
 # The bits that are all ones in an infinity or a NaN (in a NaN, for E4M3, which has no infinity).
@@ -113,7 +115,7 @@ def scan(
         OSError: a file that cannot be read, or ends too early.
     """
     facts: dict[str, Facts] = {}
-    with _Files() as files, ThreadPoolExecutor(THREADS) as pool:
+    with Files() as files, ThreadPoolExecutor(THREADS) as pool:
         local = threading.local()
 
         def look(piece: _Piece) -> list[Facts]:
@@ -133,14 +135,14 @@ def scan(
     return {tensor.name: facts.get(tensor.name) or Facts() for tensor in tensors}
 
 
-class _Files:
+class Files:
     """Open files by path, so that the 93,627 tensors of a large checkpoint do not open theirs one by one."""
 
     def __init__(self) -> None:
         self._open: dict[Path, int] = {}
         self._opening = threading.Lock()
 
-    def __enter__(self) -> "_Files":
+    def __enter__(self) -> "Files":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -149,17 +151,32 @@ class _Files:
 
     def read(self, path: Path, start: int, buffer: Bytes) -> Bytes:
         """Fills the buffer from the file and returns it."""
-        with self._opening:
-            if path not in self._open:
-                self._open[path] = os.open(path, os.O_RDONLY)
-            descriptor = self._open[path]
-        done = 0
+        descriptor, done = self._descriptor(path), 0
         while done < buffer.size:
             count = os.preadv(descriptor, [buffer[done:].data], start + done)
             if not count:
                 raise OSError(errno.EIO, "it ends too early", str(path))
             done += count
         return buffer
+
+    def rows(self, path: Path, tensor: TensorInfo, rows: list[int]) -> Bytes:
+        """The bytes [rows, bytes of one] of some rows of a tensor, ascending; in a stack of matrices, counted through all."""
+        width = tensor.nbytes // max(1, math.prod(tensor.shape[:-1]))
+        start, span = tensor.start + rows[0] * width, (rows[-1] + 1 - rows[0]) * width
+        if span <= NEAR:
+            near = self.read(path, start, np.empty(span, np.uint8)).reshape(-1, width)
+            return near.take(np.array(rows) - rows[0], axis=0)
+        descriptor, found = self._descriptor(path), np.empty((len(rows), width), np.uint8)
+        for row, place in zip(rows, found, strict=True):
+            if os.preadv(descriptor, [place.data], tensor.start + row * width) != width:
+                self.read(path, tensor.start + row * width, place)
+        return found
+
+    def _descriptor(self, path: Path) -> int:
+        with self._opening:
+            if path not in self._open:
+                self._open[path] = os.open(path, os.O_RDONLY)
+            return self._open[path]
 
 
 def _pieces(tensors: list[TensorInfo]) -> Iterator[_Piece]:
@@ -179,7 +196,7 @@ def _pieces(tensors: list[TensorInfo]) -> Iterator[_Piece]:
         yield _Piece(shard, start, parts)
 
 
-def _look(part: _Part, view: Bytes, files: _Files, origins: Mapping[str, tuple[Path, TensorInfo]]) -> Facts:
+def _look(part: _Part, view: Bytes, files: Files, origins: Mapping[str, tuple[Path, TensorInfo]]) -> Facts:
     """What these bytes of a tensor say by themselves."""
     facts, tensor = Facts(zero=not (view[:4096].any() or view.any())), part.tensor
     if tensor.dtype == "F32" and tensor.nbytes == 4:
@@ -215,7 +232,7 @@ def _has_special(view: Bytes, dtype: str) -> bool:
     return False
 
 
-def _difference(part: _Part, view: Bytes, files: _Files, origin: tuple[Path, TensorInfo]) -> int | None:
+def _difference(part: _Part, view: Bytes, files: Files, origin: tuple[Path, TensorInfo]) -> int | None:
     """The byte of the tensor at which it first differs from its origin, in this part of it."""
     path, theirs = origin
     buffer = np.empty(min(BLOCK, part.nbytes), np.uint8)
@@ -229,7 +246,7 @@ def _difference(part: _Part, view: Bytes, files: _Files, origin: tuple[Path, Ten
 
 def same_bytes(root: Path, first: TensorInfo, second: TensorInfo) -> bool:
     """Whether two tensors of equal size have equal bytes."""
-    with _Files() as files:
+    with Files() as files:
         for offset in range(0, first.nbytes, PIECE):
             count = min(PIECE, first.nbytes - offset)
             one, other = np.empty(count, np.uint8), np.empty(count, np.uint8)

@@ -187,6 +187,8 @@ class _Run:
         """The decoder, and the hidden states before the first layer that is run."""
         job, architecture = self._job, self._job.plan.architecture
         decoder = Decoder(architecture, job.device)
+        if decoder.device.type == "cuda":
+            torch.cuda.empty_cache()  # lm_head's place is as large as the states, and too small for them: without it, both stay
         rows = own_rows(job.rows, job.batch_size, self._ranks)
         path = job.directory / f"activations-{self._ranks.rank}.bin"
         states = Activations((*rows.shape, decoder.hidden_size), job.batch_size, decoder.device, job.store, path)

@@ -8,16 +8,20 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+from blake3 import blake3
 from huggingface_hub import constants, snapshot_download
 
 from assemble.checkpoint import INDEX, Checkpoint, CheckpointError
 from assemble.verify import verify
 from quantize.planning import as_json, build_plan
 from quantize.source import BASE_CARD, SMALL_FILES, SourceError, fetch, open_headers
+from quantize.stages import fetch as fetch_stage
 from recipes import loader
 from tests.loopback_hub import LoopbackHub, loopback_hub
 
+PIECE = 1_000_003  # bytes hashed in one go, here
 MODEL = "org/tiny"
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 STRAY = ("pytorch_model.bin", "figure.png", "optimizer.safetensors", "fp16/model.safetensors", "fp16/config.json")
@@ -360,3 +364,12 @@ def test_the_whole_job_from_the_hub(
     for text in [done.stdout, done.stderr, *records.values()]:
         assert TOKEN not in text
     assert {r.token for r in hub.requests if "org/headless" in r.path} == {TOKEN}
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, PIECE - 1, PIECE, 7 * PIECE + 5])
+def test_the_pieces_of_a_file_are_hashed_in_their_order(nbytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch_stage, "PIECE", PIECE)
+    data = np.random.default_rng(0).integers(0, 256, nbytes, np.uint8).tobytes()
+    (tmp_path / "model.safetensors").write_bytes(data)
+    for _ in range(3):
+        assert fetch_stage._digest(tmp_path / "model.safetensors") == f"blake3:{blake3(data).hexdigest()}"

@@ -49,16 +49,19 @@ def needs(root: Path, shape: str, text: dict[str, Any], rows: int, tokens: int, 
 
 
 @pytest.mark.parametrize(
-    ("shape", "text", "measured"),
-    [("27B", SHAPE_9B, 4.56e9), ("27B", {}, 6.48e9), ("35B-A3B", {"num_hidden_layers": 4}, 6.04e9)],
+    ("shape", "text", "measured", "host"),
+    [("27B", SHAPE_9B, 4.59e9, 1.72e9), ("27B", {}, 6.85e9, 1.74e9), ("35B-A3B", {}, 5.98e9, 2.07e9)],
     ids=["9b", "27b", "35b-a3b"],
 )
-def test_gpu_memory(shape: str, text: dict[str, Any], measured: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_memory(
+    shape: str, text: dict[str, Any], measured: float, host: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     h200 = GPU("NVIDIA H200", 150_000_000_000, 149_000_000_000, "9.0")
     monkeypatch.setattr(budget, "resolve_device", lambda _device: ("cuda", h200))
     found = needs(tmp_path, shape, text, 512, 512, 16, "cuda")
     assert found.activations == "device"
     assert found.gpu_needed == pytest.approx(measured, rel=0.15)
+    assert found.memory_needed == pytest.approx(host, rel=0.15)
 
 
 @pytest.mark.parametrize(

@@ -110,18 +110,24 @@ def _quick_distributions() -> Iterator[None]:
         importlib.metadata.packages_distributions = original
 
 
-class _Distributions(dict[str, list[str]]):
+class _Distributions(Mapping[str, list[str]]):
     """Package -> its distributions, found when asked for: most have the package's name."""
 
     def __init__(self, read_all: Callable[[], Mapping[str, list[str]]]) -> None:
         self._read_all = cache(read_all)
 
-    def __missing__(self, package: str) -> list[str]:
+    def __getitem__(self, package: str) -> list[str]:
         try:
             importlib.metadata.distribution(package)
         except importlib.metadata.PackageNotFoundError:
             return self._read_all()[package]
         return [package]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._read_all())
+
+    def __len__(self) -> int:
+        return len(self._read_all())
 
     def get(self, package: str, default: Any = None) -> Any:
         """Who asks so wants to know all that have the package."""

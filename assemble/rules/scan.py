@@ -162,6 +162,8 @@ class Files:
     def rows(self, path: Path, tensor: TensorInfo, rows: list[int]) -> Bytes:
         """The bytes [rows, bytes of one] of some rows of a tensor, ascending; in a stack of matrices, counted through all."""
         width = tensor.nbytes // max(1, math.prod(tensor.shape[:-1]))
+        if not rows or not width:
+            return np.empty((len(rows), width), np.uint8)
         start, span = tensor.start + rows[0] * width, (rows[-1] + 1 - rows[0]) * width
         if span <= NEAR:
             near = self.read(path, start, np.empty(span, np.uint8)).reshape(-1, width)

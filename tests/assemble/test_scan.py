@@ -82,3 +82,28 @@ def test_a_file_that_ends_too_early(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(OSError, match="ends too early"):
         scan.scan(source.root, list(source.values()), {})
+
+
+@pytest.mark.parametrize("near", [0, 2**20])
+@pytest.mark.parametrize(("shape", "rows"), [((50, 8), [0, 7, 49]), ((5, 10, 8), [3, 12, 49]), ((0, 8), []), ((3, 0), [0, 2])])
+def test_rows(shape: tuple[int, ...], rows: list[int], near: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scan, "NEAR", near)
+    values = torch.arange(int(np.prod(shape)), dtype=torch.int32).reshape(shape)
+    save_file({"before": torch.ones(3), "m": values}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    checkpoint = Checkpoint.open(tmp_path)
+    with scan.Files() as files:
+        found = files.rows(checkpoint.path_of(checkpoint["m"]), checkpoint["m"], rows)
+    expected = values.reshape(int(np.prod(shape[:-1])), shape[-1]).numpy()[rows]
+    assert len(found) == len(rows)
+    assert found.tobytes() == expected.tobytes()
+
+
+def test_rows_of_a_file_that_ends_too_early(tmp_path: Path) -> None:
+    save_file({"m": torch.zeros((4096, 64))}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    checkpoint = Checkpoint.open(tmp_path)
+    with (tmp_path / "model.safetensors").open("r+b") as file:
+        file.truncate(1000)
+    with scan.Files() as files, pytest.raises(OSError, match="ends too early"):
+        files.rows(tmp_path / "model.safetensors", checkpoint["m"], [0, 4095])

@@ -29,6 +29,7 @@ assert type(everything) is dict and type(quick) is libraries._Distributions
 assert quick.get("torch") == everything["torch"] and quick.get("nobody has this", []) == []
 for package, distributions in everything.items():
     assert version(quick[package][0]) in map(version, distributions), package
+assert set(quick) == set(everything) and "torch" in quick and "nobody has this" not in quick
 assert quick["PIL"] == ["pillow"] and quick["torch"] == ["torch"]
 try:
     quick["nobody has this"]

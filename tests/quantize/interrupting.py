@@ -54,6 +54,7 @@ def of_target(*paths: Any, **_: Any) -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are started without
     for call in ("pwrite", "fsync"):
         watch(call, of_descriptor)
     for call in ("replace", "rename", "link", "unlink"):

@@ -21,7 +21,8 @@ PROCESS_BYTES = 360_000_000  # host memory of a process that imported torch and 
 CUDA_PROCESS_BYTES = 1_900_000_000  # the same with a CUDA context and the pinned pieces of reading and writing
 QUEUED_BYTES = {"cuda": 256_000_000, "cpu": 32_000_000}  # packed tensors that wait for the disk while a layer is run
 PACKING_BYTES = {"cuda": 650_000_000, "cpu": 60_000_000}  # temporaries of packing, and packed tensors that wait for the disk
-# The peak of a forward pass, counted over transformers 5.14.1 with our delta rule: rows of 64 to 512 tokens, within 6 %.
+# The peak of a forward pass, counted over transformers 5.14.1 with our delta rule, rows of 64 to 512 tokens: within 6 % when it
+# was counted; the rule has since come to hold less for a moment.
 DELTA_BYTES = 33  # a token and value channel of Gated DeltaNet (queries and keys are repeated to the value heads, in float32)
 STATE_COPIES = 4  # of Gated DeltaNet's float32 state, a row
 MLP_BYTES = 6  # a token and intermediate channel: gate, up, and their product in BF16

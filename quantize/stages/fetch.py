@@ -18,8 +18,8 @@ from assemble.writer import sha256_file, sha256_tensor
 from quantize.source import SMALL_FILES, Source, fetch
 from quantize.stage import Context, Record, Result
 
-PIECE = 64 * 1024 * 1024  # of a shard; with smaller ones, threads that hash and the one that imports take turns too often
-READERS = min(4, os.cpu_count() or 1)  # one thread copies some 3 GB/s out of the page cache, and BLAKE3 hashes faster than that
+PIECE = 16 * 1024 * 1024  # of a shard
+READERS = min(6, os.cpu_count() or 1)  # one thread copies some 3 GB/s out of the page cache, and BLAKE3 hashes faster than that
 
 
 def run(context: Context) -> Result:
@@ -126,7 +126,8 @@ def _blake3(path: Path) -> str:
         count = -(-size // PIECE)
         coming = deque(pool.submit(read, i) for i in range(min(READERS, count)))
         for i in range(count):
-            digest.update(coming.popleft().result())
+            piece = coming.popleft().result()
             if i + READERS < count:
                 coming.append(pool.submit(read, i + READERS))
+            digest.update(piece)
     return str(digest.hexdigest())

@@ -52,13 +52,14 @@ class Ranks:
         """Meets the others."""
         if not self.alone:
             import torch.distributed as dist
+            import torch.distributed.nn  # noqa: F401 - imported later, its default arguments would keep the group when all part
 
             if not dist.is_initialized():
                 with _meeting():
                     dist.init_process_group("gloo", rank=self.rank, world_size=self.size, timeout=TIMEOUT)
 
     def leave(self) -> None:
-        """Parts from the others."""
+        """Parts from the others; gloo's threads end here. Those that a process still has when Python ends can abort it."""
         import torch.distributed as dist
 
         if dist.is_initialized():

@@ -62,6 +62,7 @@ PIPELINE = (
         lambda r: {"calibration": {"batch_size": r.calibration.batch_size}},
         quantize.run,
         resumes=True,
+        settles=True,
     ),
     Stage("assemble", 2, ("fetch", "plan", "quantize"), _nothing, assemble.run),
     Stage("verify", 1, ("fetch", "assemble"), _nothing, verify.run),

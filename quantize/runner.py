@@ -23,12 +23,15 @@ from quantize import release
 from quantize.console import Reporter, duration
 from quantize.errors import CheckFailedError
 from quantize.fingerprint import difference, fingerprint
+from quantize.hashing import ShardHashes, settle
 from quantize.libraries import wait_until_imported
 from quantize.machine import peak_memory_bytes, reset_peak_memory
 from quantize.pipeline import PIPELINE, check
 from quantize.planning import check_paths
 from quantize.provenance import provenance
 from quantize.stage import FAILED, STARTED, Context, Record, Request, Stage, read_record
+
+FETCH, *LATER = PIPELINE
 
 
 class StaleRunError(InputError):
@@ -57,15 +60,18 @@ def run(request: Request, reporter: Reporter) -> Outcome:
     """
     check_paths(request)
     request.workspace.mkdir(parents=True, exist_ok=True)
-    with _locked(request):
+    with _locked(request), contextlib.ExitStack() as background:
         for note in check(request):
             reporter.line(f"note: {note}")
         release.recover(request)
+        _settle(request)  # of a run that was killed
         finished = request.out.exists()
         if finished:
             release.check_unchanged(request)
         state = _Run(request, reporter, finished)
-        for stage in PIPELINE:
+        state.take(FETCH)
+        state.hashes = background.enter_context(ShardHashes(state.records[FETCH.name], request.workspace / FETCH.name))
+        for stage in LATER:
             if not stage.released:
                 state.take(stage)
         renewed = finished and release.renew_card(request)
@@ -75,7 +81,7 @@ def run(request: Request, reporter: Reporter) -> Outcome:
             reporter.line(f"the model card in {request.out} was renewed")
         state.finished = True
         release.drop_weights(request)
-        for stage in PIPELINE:
+        for stage in LATER:
             if stage.released:
                 state.take(stage)
         return Outcome(request.out, state.records, finished and not renewed)
@@ -83,13 +89,14 @@ def run(request: Request, reporter: Reporter) -> Outcome:
 
 @dataclass
 class _Run:
-    """One run's state: what is asked for, whether OUT is there, and the records and failures so far."""
+    """One run's state: what is asked for, whether OUT is there, the records and failures so far, the hashing under way."""
 
     request: Request
     reporter: Reporter
     finished: bool
     records: dict[str, Record] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
+    hashes: ShardHashes | None = None
 
     def take(self, stage: Stage) -> None:
         """Takes in a stage's record: the one that is there, or a new one."""
@@ -140,9 +147,9 @@ class _Run:
             dict(self.records),
             record,
             self.reporter,
-            fingerprint(identity),
             checkpoint,
             dict(self.failures),
+            self.hashes.reached if self.hashes else lambda _: None,
         )
         reset_peak_memory()
         started = time.monotonic()
@@ -150,17 +157,27 @@ class _Run:
             if not stage.always:
                 wait_until_imported()
             result = stage.run(context)
+            if stage.settles and self.hashes:
+                self.hashes.finish(self.reporter)
+                _settle(self.request)
+                self.records |= {name: r for name in self.records if (r := read_record(self.request.workspace / name))}
+                identity = stage.identity(self.request, self.records, self.failures)
         except CheckFailedError as error:
             if stage.optional:
                 write_object(directory / FAILED, {"identity": identity, "summary": error.summary, "text": str(error)})
             raise
         seconds = round(time.monotonic() - started, 3)
         outputs, facts, peak = dict(result.outputs), dict(result.facts), peak_memory_bytes()
-        new = Record(stage.name, stage.version, context.fingerprint, identity, outputs, facts, provenance(), seconds, peak)
+        new = Record(stage.name, stage.version, fingerprint(identity), identity, outputs, facts, provenance(), seconds, peak)
         new.save(directory)
         (directory / FAILED).unlink(missing_ok=True)
         self.reporter.line(f"{stage.name}: done in {duration(seconds)}")
         return new
+
+
+def _settle(request: Request) -> None:
+    """Puts the hashes that are known into the records that were written before."""
+    settle(request.workspace, FETCH.name, tuple(stage.name for stage in LATER))
 
 
 def _of_checkpoint(identity: Mapping[str, Any]) -> dict[str, Any]:

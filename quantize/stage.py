@@ -148,9 +148,9 @@ class Context:
         records: The records of the stages it needs, by name.
         previous: Its own last record, for a stage that always runs.
         reporter: Where progress goes.
-        fingerprint: Of what decides its bytes.
         checkpoint: The checkpoint under test: the assembled folder, or OUT once it is there.
         failures: What checks of optional stages said that failed and did not pass since, by stage.
+        reached: To be told of each of the source's files when it is first read.
     """
 
     request: Request
@@ -158,9 +158,9 @@ class Context:
     records: Mapping[str, Record]
     previous: Record | None
     reporter: Reporter
-    fingerprint: str
     checkpoint: Path
     failures: Mapping[str, str] = field(default_factory=dict)
+    reached: Callable[[Path], None] = lambda _: None
 
     @property
     def recipe(self) -> Recipe:
@@ -201,6 +201,7 @@ class Stage:
         renewed: True for a stage that is made again when what it is made from changed, where others refuse. Its folder and
             record stay until the new record is written.
         resumes: True for a stage that goes on from what an unfinished run of the same identity left in its folder.
+        settles: True for the stage whose record needs the hashes that `fetch` left to be made.
         released: True for a stage that works on OUT, when it is there under its name.
         check: Refuses before any work what would fail later; returns what is worth knowing, a sentence each.
     """
@@ -216,6 +217,7 @@ class Stage:
     asked: Callable[[Request], Mapping[str, Any]] = _nothing_asked
     renewed: bool = False
     resumes: bool = False
+    settles: bool = False
     released: bool = False
     check: Callable[[Request], list[str]] = _nothing_to_check
 

@@ -1,12 +1,10 @@
 """fetch: the model, the head's checkpoint and the calibration data become local, and their content is hashed.
 
-Shards are hashed with BLAKE3, which uses all cores on one file; everything else with SHA-256. Both are of the whole content.
+The model's shards are left to be hashed in the background: see `hashing.py`.
 """
 
-import os
-from collections import deque
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +12,11 @@ from assemble.architecture import MTP_PREFIX
 from assemble.card.metadata import base_metadata
 from assemble.checkpoint import Checkpoint
 from assemble.errors import InputError
-from assemble.writer import sha256_file, sha256_tensor
+from assemble.writer import sha256_tensor
+from quantize import hashing
+from quantize.hashing import Entry, digest, label, stamp, stamp_of
 from quantize.source import SMALL_FILES, Source, fetch
-from quantize.stage import Context, Record, Result
-
-PIECE = 16 * 1024 * 1024  # of a shard
-READERS = min(6, os.cpu_count() or 1)  # one thread copies some 3 GB/s out of the page cache, and BLAKE3 hashes faster than that
+from quantize.stage import Context, Record, Result, read_record
 
 
 def run(context: Context) -> Result:
@@ -31,7 +28,7 @@ def run(context: Context) -> Result:
         files |= _calibration_files(request.calibration)
     known = dict(context.previous.facts.get("hashed", {})) if context.previous else {}
     hashed = _hash(files, known, context)
-    outputs = {name: entry["digest"] for name, entry in hashed.items()}
+    outputs = {name: label(entry) for name, entry in hashed.items()}
     facts: dict[str, Any] = {"model": _facts(model), "hashed": hashed, "head": None}
     if request.mtp_from:
         head = fetch(request.mtp_from, None)
@@ -71,63 +68,33 @@ def _calibration_files(path: Path) -> dict[str, Path]:
     return {f"calibration/{p.name if p == path else p.relative_to(path)}": p for p in files}
 
 
-def _hash(files: Mapping[str, Path], known: Mapping[str, Any], context: Context) -> dict[str, Any]:
-    """Size, times and SHA-256 of each file."""
-    hashed: dict[str, Any] = {}
+def _hash(files: Mapping[str, Path], known: Mapping[str, Entry], context: Context) -> dict[str, Entry]:
+    """Size, times and digest of each file. A shard is left without, as long as no later stage needs it."""
+    quantized = read_record(context.directory_of("quantize")) is not None
+    hashed: dict[str, Entry] = {}
+    todo = []
     for name, path in files.items():
-        stamp = _stamp(path)
-        entry = known.get(name, {})
-        same = all(entry.get(key) == value for key, value in stamp.items())
-        hashed[name] = stamp | {"digest": entry["digest"] if same else ""}
-    todo = [name for name, entry in hashed.items() if not entry["digest"]]
-    total = sum(hashed[n]["bytes"] for n in todo)
-    with context.reporter.task("hash the inputs", total) as progress:
+        entry, before = {**stamp(path), "digest": ""}, known.get(name)
+        if before and stamp_of(before) == stamp_of(entry):
+            entry["digest"] = before["digest"]
+        hashed[name] = entry
+        changed = before and before["digest"]  # only its content says whether it is still the one on record
+        later = name.startswith("model/") and path.suffix == ".safetensors" and not (quantized or changed)
+        if not (entry["digest"] or later):
+            todo.append(name)
+    with context.reporter.task("hash the inputs", sum(hashed[n]["bytes"] for n in todo)) as progress:
         for name in todo:
-            hashed[name]["digest"] = _digest(files[name])
-            progress(hashed[name]["bytes"], name.removeprefix("model/"))
+            hashed[name]["digest"] = digest(files[name], partial(progress, reached=name.removeprefix("model/")))
     return hashed
 
 
-def _stamp(path: Path) -> dict[str, int]:
-    status = path.stat()
-    # ctime too: a copy that keeps times (cp -p, rsync -t) sets mtime, and nothing but a change of the file sets ctime.
-    return {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns, "ctime_ns": status.st_ctime_ns}
-
-
 def check_unchanged(record: Record) -> None:
-    """Refuses a model that was changed since it was hashed, by a download that goes on, say: it is not the one on record.
+    """Refuses a model that was changed since: it is not the one on record.
 
     Raises:
         InputError: names the first.
     """
     root = Path(record.facts["model"]["root"])
     for name, entry in record.facts["hashed"].items():
-        path = root / name.removeprefix("model/")
-        if name.startswith("model/") and _stamp(path) != {key: entry[key] for key in ("bytes", "mtime_ns", "ctime_ns")}:
-            raise InputError(f"{path} was changed while it was read. Start over when nothing writes to it: remove OUT.run.")
-
-
-def _digest(path: Path) -> str:
-    return f"blake3:{_blake3(path)}" if path.suffix == ".safetensors" else sha256_file(path)
-
-
-def _blake3(path: Path) -> str:
-    """Read and not mapped: a mapped file counts as this process's memory, and kills it when it is cut short meanwhile."""
-    from blake3 import blake3
-
-    digest, size = blake3(max_threads=blake3.AUTO), path.stat().st_size
-    buffers = [bytearray(min(PIECE, size)) for _ in range(READERS + 1)]  # one is hashed while the others are filled
-    with path.open("rb", buffering=0) as file, ThreadPoolExecutor(READERS) as pool:
-
-        def read(number: int) -> memoryview:
-            count = os.preadv(file.fileno(), [buffers[number % len(buffers)]], number * PIECE)
-            return memoryview(buffers[number % len(buffers)])[:count]
-
-        count = -(-size // PIECE)
-        coming = deque(pool.submit(read, i) for i in range(min(READERS, count)))
-        for i in range(count):
-            piece = coming.popleft().result()
-            if i + READERS < count:
-                coming.append(pool.submit(read, i + READERS))
-            digest.update(piece)
-    return str(digest.hexdigest())
+        if name.startswith("model/"):
+            hashing.check_unchanged(root / name.removeprefix("model/"), entry)

@@ -1,7 +1,7 @@
 """quantize: the streaming engine makes every shard of the plan, the copied ones too. A killed run goes on where it was."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ def run(context: Context) -> Result:
     ranks = find_ranks()
     ranks.join()
     ranks.broadcast(task)
-    result = Result(*work(task, context.reporter))
+    result = Result(*work(task, context.reporter, context.reached))
     fetch.check_unchanged(context.records["fetch"])
     return result
 
@@ -77,8 +77,15 @@ def check_unchanged(record: Record, directory: Path) -> None:
             raise InputError(f"{directory / name} was changed after it was written. Start over: remove {directory.parent}.")
 
 
-def work(task: Task, reporter: Reporter) -> tuple[dict[str, str], dict[str, Any]]:
+def work(
+    task: Task, reporter: Reporter, reached: Callable[[Path], None] = lambda _: None
+) -> tuple[dict[str, str], dict[str, Any]]:
     """This process's share of a task: all of it, where there is one process.
+
+    Args:
+        task: The task.
+        reporter: Where progress goes.
+        reached: Told of each of the source's files when it is first read.
 
     Returns:
         Shard name -> SHA-256, and facts for the record.
@@ -96,7 +103,7 @@ def work(task: Task, reporter: Reporter) -> tuple[dict[str, str], dict[str, Any]
         method = modelopt_table(task.recipe, plan.architecture).method
         batch_size = task.recipe.calibration.batch_size
         rows, store = np.load(task.rows), Store(task.store)
-        job = engine.Job(plan, method, rows, batch_size, device, store, task.directory, engine.SAVE_SECONDS)
+        job = engine.Job(plan, method, rows, batch_size, device, store, task.directory, engine.SAVE_SECONDS, reached)
         journal = open_journal(task.directory, job.states_bytes, ranks.rank)
         ranks.gather(None)  # everyone has read the journals
         if ranks.rank == 0:

@@ -52,6 +52,7 @@ class Job:
         store: Where the hidden states lie between layers.
         directory: Where the shards go.
         save_seconds: How much work a kill may cost.
+        reached: Told of each of the source's files when it is first read.
     """
 
     plan: AssemblyPlan
@@ -62,6 +63,7 @@ class Job:
     store: Store
     directory: Path
     save_seconds: float
+    reached: Callable[[Path], None] = lambda _: None
 
     @property
     def states_bytes(self) -> int:
@@ -106,11 +108,12 @@ class _Run:
         job, plan = self._job, self._job.plan
         quantized = [shard for shard in self._mine if shard.quantized]
         steps = [step for step in self._steps() if self._to_run(step) or _to_pack(step, quantized)]
+        self._announce(steps)
         with ExitStack() as stack:
             copies = stack.enter_context(_Copies(plan, job.directory, self._journal.shard_finished))
             copies.start(shard for shard in self._mine if not shard.quantized)
             sink = stack.enter_context(ShardSink(quantized, job.directory, self._journal.shard_finished))
-            reader = stack.enter_context(Reader(plan.source, torch.device(job.device)))
+            reader = stack.enter_context(Reader(plan.source, torch.device(job.device), job.reached))
             advance = stack.enter_context(self._reporter.task("quantize", sum(step.group.nbytes for step in steps)))
             packer = Packer(plan.architecture, plan.schemes, job.method, sink.wants)
             speed = _Speed(plan.architecture.num_layers)
@@ -133,6 +136,13 @@ class _Run:
             yield Step(None, "", tensor_group(plan.source, f"{LM_HEAD}.weight"))
         for i in range(plan.architecture.num_layers):
             yield Step(i, f"{plan.architecture.prefix}layers.{i}.", layer_group(plan.source, plan.architecture, i))
+
+    def _announce(self, steps: Iterable[Step]) -> None:
+        """Says that the source's files that no step reads are read now, if they are: their tensors are copied."""
+        source = self._job.plan.source
+        read = {source.path_of(place.tensor) for step in steps for place in step.group.places}
+        for path in sorted({source.path_of(tensor) for tensor in source.values()} - read):
+            self._job.reached(path)
 
     def _to_run(self, step: Step) -> bool:
         """Whether the layer has to be run: an input of it, or of a layer after it, is still to be measured."""

@@ -10,7 +10,7 @@ import errno
 import math
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,10 +112,11 @@ class Reader:
     Args:
         checkpoint: Where from.
         device: Where to.
+        reached: Told of each file when it is first read.
     """
 
-    def __init__(self, checkpoint: Checkpoint, device: torch.device) -> None:
-        self._checkpoint, self._device = checkpoint, device
+    def __init__(self, checkpoint: Checkpoint, device: torch.device, reached: Callable[[Path], None] = lambda _: None) -> None:
+        self._checkpoint, self._device, self._reached = checkpoint, device, reached
         self._files: dict[Path, int] = {}
         self._opening = threading.Lock()
         self._pool = ThreadPoolExecutor(THREADS if device.type == "cuda" else 2)
@@ -165,6 +166,7 @@ class Reader:
         with self._opening:
             if path not in self._files:
                 self._files[path] = os.open(path, os.O_RDONLY)
+                self._reached(path)
             return self._files[path]
 
 

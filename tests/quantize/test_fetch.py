@@ -15,9 +15,9 @@ from huggingface_hub import constants, snapshot_download
 
 from assemble.checkpoint import INDEX, Checkpoint, CheckpointError
 from assemble.verify import verify
+from quantize import hashing
 from quantize.planning import as_json, build_plan
 from quantize.source import BASE_CARD, SMALL_FILES, SourceError, fetch, open_headers
-from quantize.stages import fetch as fetch_stage
 from recipes import loader
 from tests.loopback_hub import LoopbackHub, loopback_hub
 
@@ -368,8 +368,8 @@ def test_the_whole_job_from_the_hub(
 
 @pytest.mark.parametrize("nbytes", [0, 1, PIECE - 1, PIECE, 7 * PIECE + 5])
 def test_the_pieces_of_a_file_are_hashed_in_their_order(nbytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetch_stage, "PIECE", PIECE)
+    monkeypatch.setattr(hashing, "PIECE", PIECE)
     data = np.random.default_rng(0).integers(0, 256, nbytes, np.uint8).tobytes()
     (tmp_path / "model.safetensors").write_bytes(data)
     for _ in range(3):
-        assert fetch_stage._digest(tmp_path / "model.safetensors") == f"blake3:{blake3(data).hexdigest()}"
+        assert hashing.digest(tmp_path / "model.safetensors") == f"blake3:{blake3(data).hexdigest()}"

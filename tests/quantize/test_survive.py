@@ -38,6 +38,14 @@ STOPS = [
     ("kill", 1, r"rename .*/out$"),
     ("kill", 1, r"unlink .*/assemble/model-00002"),
 ]
+# The same where the hashes of the shards go into the records: at the first, one of two is known.
+STOPS_WHILE_HASHING = [
+    ("kill", 3, r"replace .*/fetch/stage\.json"),
+    ("kill", 2, r"replace .*/plan/stage\.json"),
+    ("kill", 1, r"replace .*/calibrate/stage\.json"),
+    ("kill", 1, r"replace .*/quantize/started\.json"),
+    ("kill", 1, r"replace .*/quantize/stage\.json"),
+]
 ENDS = {"kill": (-9, ""), "full": (1, "the disk is full"), "interrupt": (130, "interrupted")}
 
 
@@ -54,9 +62,10 @@ def assert_same_checkpoint(out: Path, expected: Path) -> None:
         assert (out / name).read_bytes() == (expected / name).read_bytes(), name
 
 
-def test_stopped_everywhere(tiny: Path, calibration: Path, quantized: Outcome, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stops", [STOPS, STOPS_WHILE_HASHING], ids=["everywhere", "while hashing"])
+def test_stopped(stops: list, tiny: Path, calibration: Path, quantized: Outcome, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    for how, count, pattern in STOPS:
+    for how, count, pattern in stops:
         done = start(how, count, pattern, tiny, out, calibration)
         code, text = ENDS[how]
         assert (done.returncode, text in done.stderr, "Traceback" in done.stderr) == (code, True, False), (pattern, done.stderr)

@@ -21,7 +21,7 @@ RECORD = Record("evaluate", 1, "", {}, {}, {}, {}, 0.0, 0)
 def context(root: Path, folder: Path, target: SmokeTarget, records: Any = None, **options: Any) -> Context:
     request = Request("model", folder / "out", loader.load("demo"), smoke=target, **options)
     (folder / "run/smoke").mkdir(parents=True, exist_ok=True)
-    return Context(request, folder / "run/smoke", records or {}, None, Reporter(), "", root)
+    return Context(request, folder / "run/smoke", records or {}, None, Reporter(), root)
 
 
 def test_it_leaves_report_results_and_facts_that_json_can_hold(tiny: Path, tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from quantize.stand_ins import standing_in
+
 # Read when PyTorch is imported. Layers of two kinds and lm_head take turns; without this, memory of one size lies idle.
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 # A thread that waits for another one sleeps: the cores are wanted by those that read, hash and write.
@@ -55,6 +57,8 @@ def _import() -> None:
         for context in (_without_collecting(), _switching_soon(), _quick_distributions(), *map(_hidden, UNUSED)):
             stack.enter_context(context)
         import torch  # noqa: F401
+
+        stack.enter_context(standing_in())
         import transformers  # noqa: F401
 
         _scan_models_once()

@@ -9,16 +9,37 @@ functions are replaced by faster ones with the same bits (`quantize.streaming.fa
 
 import copy
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import CONFIG_MAPPING, AutoModel
+from transformers.initialization import no_init_weights
 
 from assemble.architecture import Architecture
 from quantize.streaming.faster import convolution, delta_rule
 from quantize.streaming.faster.experts import register_sorted_experts
+
+
+class _NoBytes(TorchFunctionMode):
+    """Makes parameters on the meta device, and leaves them unfilled.
+
+    As `torch.device("meta")` does, but for what fills them: on that device PyTorch computes with Python code of its own, and
+    imports for half a second first.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Calls `func`; elsewhere, or not, as said above."""
+        kwargs = kwargs or {}
+        if func in (Tensor.uniform_, Tensor.normal_, torch.log) and args[0].is_meta:
+            return args[0]
+        if func in (torch.empty, torch.ones, torch.zeros) and kwargs.get("device") is None:
+            kwargs = kwargs | {"device": "meta"}
+        return func(*args, **kwargs)
 
 
 class Decoder:
@@ -35,7 +56,7 @@ class Decoder:
         config = CONFIG_MAPPING[f"{architecture.model_type}_text"](**text)
         config._attn_implementation = "sdpa"
         config._experts_implementation = register_sorted_experts()
-        with torch.device("meta"):
+        with no_init_weights(), _NoBytes():
             self._model = AutoModel.from_config(config, dtype=torch.bfloat16).eval().requires_grad_(requires_grad=False)
         self._model.rotary_emb = type(self._model.rotary_emb)(config=config).to(self.device)
         self._model.norm, self._norm = nn.Identity(), self._model.norm

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from quantize import stand_ins
+
 
 def python(code: str, path: Path | None = None) -> str:
     """What a new process prints."""
@@ -66,3 +68,86 @@ assert "scipy" in sys.modules and "soundfile" in sys.modules
 print("good")
 """
     assert python(code, tmp_path) == "good\n"
+
+
+def test_what_stood_in_is_gone_and_serves_those_that_kept_it() -> None:
+    code = """
+import sys
+from quantize import libraries, stand_ins
+libraries._import()
+import torch, transformers.masking_utils
+for part in stand_ins.PARTS:
+    assert part not in sys.modules, part
+    assert not isinstance(eval(part.rpartition(".")[0]).__dict__.get(part.rpartition(".")[2]), stand_ins._StandIn), part
+assert not any(isinstance(finder, stand_ins._Finder) for finder in sys.meta_path)
+
+kept = transformers.masking_utils.TransformGetItemToIndex
+made = kept()
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+assert kept is not TransformGetItemToIndex and type(made) is TransformGetItemToIndex
+
+from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import fully_shard
+assert torch.distributed.tensor.DTensor is DTensor and hasattr(DTensor, "from_local")
+assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)) == 2
+print("good")
+"""
+    assert python(code) == "good\n"
+
+
+def test_a_run_does_without_what_is_stood_in_for(tiny: Path) -> None:
+    code = f"""
+import sys
+from pathlib import Path
+from quantize import libraries, stand_ins
+libraries._import()
+import torch
+from assemble.architecture import read_architecture
+from assemble.checkpoint import Checkpoint
+from quantize.streaming.decoder import Decoder
+from quantize.streaming.reading import read_layer
+checkpoint = Checkpoint.open(Path({str(tiny)!r}))
+architecture = read_architecture(checkpoint.config, checkpoint)
+decoder = Decoder(architecture, "cpu")
+states = torch.zeros(2, 8, decoder.hidden_size, dtype=torch.bfloat16)
+for index in range(decoder.num_layers):
+    states = decoder.forward(decoder.layer(index, read_layer(checkpoint, architecture, index)), states)
+print([name for name in ("sympy", *stand_ins.PARTS) if name in sys.modules])
+"""
+    assert python(code) == "[]\n"
+
+
+def test_whoever_needs_a_part_while_transformers_is_imported_gets_it(tmp_path: Path) -> None:
+    """transformers imports soundfile, where it is there; this one computes with a tensor of a device mesh, and decorates."""
+    (tmp_path / "soundfile.py").write_text(
+        "import torch\nimport torch.distributed.tensor as spread\n"
+        "@torch._dynamo.disable\ndef first(): return 1\n"
+        "@torch._dynamo.disable(recursive=False)\ndef second(): return 2\n"
+        "assert (first(), second()) == (1, 2)\n"
+        "made = spread.Replicate()\n"
+    )
+    code = """
+from quantize import libraries
+libraries._import()
+import soundfile
+from torch.distributed.tensor import Replicate
+assert type(soundfile.made) is Replicate
+from quantize.streaming import engine
+from transformers.models.qwen3_5 import modeling_qwen3_5
+print("good")
+"""
+    assert python(code, tmp_path) == "good\n"
+
+
+def test_what_is_there_already_is_not_stood_in_for() -> None:
+    import json.tool
+
+    with stand_ins.standing_in(("json", "wsgiref")):
+        import json
+        import wsgiref
+
+        assert json.tool is sys.modules["json.tool"]
+        assert isinstance(wsgiref, stand_ins._StandIn)
+    import wsgiref.util
+
+    assert wsgiref.util.guess_scheme({}) == "http"

@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from assemble.errors import InputError
 from recipes.schema import Calibration
 
 COLUMNS = ("article", "text", "messages")
+AT_ONCE = 32  # documents that the tokenizer is given at once
 
 
 class CalibrationError(InputError):
@@ -203,9 +205,10 @@ def pack_rows(
     wanted = settings.num_samples * length
     tokens: list[int] = []
     used = 0
-    for i in np.random.default_rng(settings.seed).permutation(len(documents)):
+    order = np.random.default_rng(settings.seed).permutation(len(documents))
+    for ids in _ids_of_each(documents, map(int, order), tokenizer):
         before = len(tokens)
-        tokens += document_ids(documents[int(i)], tokenizer, int(i) + 1)
+        tokens += ids
         if tokenizer.eos_token_id is not None:
             tokens.append(tokenizer.eos_token_id)
         used += 1
@@ -230,13 +233,35 @@ def document_ids(document: Any, tokenizer: Any, number: int) -> list[int]:
     Raises:
         CalibrationError: neither text nor messages.
     """
+    return list(tokenizer(_text(document, tokenizer, number), add_special_tokens=False)["input_ids"])
+
+
+def _ids_of_each(documents: Sequence[Any], order: Iterable[int], tokenizer: Any) -> Iterator[list[int]]:
+    """The token ids of the documents, in this order: several are given to the tokenizer at once, which uses all cores."""
+    order = iter(order)
+    while some := list(islice(order, AT_ONCE)):
+        texts: list[str] = []
+        error: CalibrationError | None = None
+        for i in some:
+            try:
+                texts.append(_text(documents[i], tokenizer, i + 1))
+            except CalibrationError as raised:  # it counts when it is come to
+                error = raised
+                break
+        if texts:
+            yield from tokenizer(texts, add_special_tokens=False)["input_ids"]
+        if error:
+            raise error
+
+
+def _text(document: Any, tokenizer: Any, number: int) -> str:
     text = _render(document, tokenizer, number) if isinstance(document, list) else document
     if not isinstance(text, str):
         raise CalibrationError(
             f"row {number} of the calibration data holds {document!r:.40}, expected text or a list of messages. "
             "Remove the row, or name another column in the recipe."
         )
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return text
 
 
 def _render(messages: list[Any], tokenizer: Any, number: int) -> Any:

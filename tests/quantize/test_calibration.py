@@ -222,6 +222,18 @@ def test_too_few_tokens_says_how_many_there_are(tokenizer: Any) -> None:
         pack_rows(documents, tokenizer, settings(num_samples=4, sequence_length=2))
 
 
+def test_a_row_that_is_not_text_counts_when_it_is_come_to(tokenizer: Any) -> None:
+    wanted = settings(num_samples=2, sequence_length=4)
+    order = np.random.default_rng(wanted.seed).permutation(40).tolist()
+    documents: list[Any] = ["text number one of some"] * 40
+    used = next(n for n in range(1, 40) if n * (len(tokenizer(documents[0])["input_ids"]) + 1) >= 8)
+    documents[order[used]] = 7
+    assert pack_rows(documents, tokenizer, wanted).shape == (2, 4)
+    documents[order[used - 1]] = 8
+    with pytest.raises(CalibrationError, match=rf"row {order[used - 1] + 1} of the calibration data holds 8"):
+        pack_rows(documents, tokenizer, wanted)
+
+
 def test_the_hash_of_rows_is_golden() -> None:
     rows = np.array([[1, 2, 3], [-4, 5, 70_000]], dtype=np.int32)
     assert rows.tobytes() == struct.pack("<6i", 1, 2, 3, -4, 5, 70_000)

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from assemble.checkpoint import Checkpoint
+from assemble.formats import FP8
 from assemble.plan import AssemblyPlan
 from quantize.planning import build_plan
 from quantize.streaming.activations import Activations, Store
@@ -65,7 +66,9 @@ def compute(plan: AssemblyPlan, device: torch.device, rows: np.ndarray, batch: i
             synchronize(device)
             started = time.monotonic()
             if layer is not None:
-                calibration.run(layer, tensors, set())
+                last = layer == plan.architecture.num_layers - 1
+                measured = {m.removeprefix(prefix) for m, s in plan.schemes.items() if s == FP8 and m.startswith(prefix)}
+                calibration.run(layer, tensors, measured if last else set(), last=last)
                 synchronize(device)
                 seconds["forward"] += time.monotonic() - started
                 started = time.monotonic()

@@ -1,6 +1,7 @@
 """The hidden states on their way through the decoder, and the measurement of what FP8 modules see."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -28,13 +29,14 @@ class Calibration:
         self.layers_run = 0
         self.delta_rule: str | None = None  # what computed it, for the record
 
-    def run(self, layer: int, tensors: Mapping[str, Tensor], measured: set[str]) -> dict[str, float]:
+    def run(self, layer: int, tensors: Mapping[str, Tensor], measured: set[str], *, last: bool = False) -> dict[str, float]:
         """Runs a layer on all rows.
 
         Args:
             layer: Its number.
             tensors: Its weights, by their names inside the layer.
             measured: The modules inside the layer whose inputs are measured.
+            last: No layer is run after it: what comes behind the measured inputs is left out, and the states stay as they are.
 
         Returns:
             Module -> the largest magnitude of its input, over all rows of all ranks; 0 when it saw nothing.
@@ -42,19 +44,28 @@ class Calibration:
         module = self._decoder.layer(layer, tensors)
         self.delta_rule = self.delta_rule or name_of(module)
         modules = {name: part for name, part in module.named_modules() if name in measured}
-        with _InputAmax(modules, self._decoder.device) as amax:
+        with _InputAmax(modules, self._decoder.device, stop=last) as amax:
             for hidden, part in self.states.batches():
-                self.states.put(part, self._decoder.forward(module, hidden))
+                with suppress(_AllSeen):
+                    self.states.put(part, self._decoder.forward(module, hidden))
         self.layers_run += 1
         names = sorted(modules)
         return dict(zip(names, self._ranks.largest([amax.value(name) for name in names]), strict=True))
 
 
-class _InputAmax:
-    """Measures the largest magnitude of the inputs of some modules while it is entered."""
+class _AllSeen(Exception):  # noqa: N818 - no error
+    """Ends a forward pass when every module that is measured has its input."""
 
-    def __init__(self, modules: Mapping[str, nn.Module], device: torch.device) -> None:
-        self._modules = modules
+
+class _InputAmax:
+    """Measures the largest magnitude of the inputs of some modules while it is entered.
+
+    With `stop`, each forward pass ends by `_AllSeen` when all of them have been called.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], device: torch.device, *, stop: bool = False) -> None:
+        self._modules, self._stop = modules, stop
+        self._unseen = set(modules)
         self._largest = {name: torch.zeros((), dtype=torch.bfloat16, device=device) for name in modules}
         self._last: tuple[Tensor, Tensor] | None = None
 
@@ -78,6 +89,10 @@ class _InputAmax:
             if self._last is None or self._last[0] is not inputs[0]:  # q, k and v are given the same tensor
                 self._last = inputs[0], inputs[0].abs().amax()
             torch.maximum(largest, self._last[1], out=largest)
+            self._unseen.discard(name)
+            if self._stop and not self._unseen:
+                self._unseen = set(self._modules)
+                raise _AllSeen
 
         return measure
 

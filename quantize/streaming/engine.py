@@ -165,8 +165,9 @@ class _Run:
         """Runs a layer; saves the hidden states behind it when it is time to."""
         schemes, names = self._job.plan.schemes, (name.removesuffix(".weight") for name in tensors)
         measured = {name for name in names if schemes.get(prefix + name) == FP8}
-        self._input_amax |= {prefix + n: amax for n, amax in calibration.run(layer, tensors, measured).items()}
-        if self._save_due() and layer < self._last_to_run:
+        last = layer == self._last_to_run
+        self._input_amax |= {prefix + n: amax for n, amax in calibration.run(layer, tensors, measured, last=last).items()}
+        if self._save_due() and not last:
             self._save(calibration.states, layer + 1)
 
     def _save_due(self) -> bool:

@@ -76,11 +76,11 @@ def stop_at(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Stops the engine before it runs layer `layer`; None lets it through. Counts the layers that were run."""
     state, real = SimpleNamespace(layer=None, run=[]), engine.Calibration.run
 
-    def run(self: engine.Calibration, layer: int, *arguments: object) -> object:
+    def run(self: engine.Calibration, layer: int, *arguments: object, last: bool) -> object:
         if layer == state.layer:
             raise StoppedError
         state.run.append(layer)
-        return real(self, layer, *arguments)  # type: ignore[arg-type]
+        return real(self, layer, *arguments, last=last)  # type: ignore[arg-type]
 
     monkeypatch.setattr(engine.Calibration, "run", run)
     return state

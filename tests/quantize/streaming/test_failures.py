@@ -83,10 +83,10 @@ def test_a_full_disk_ends_the_run_at_the_next_layer(tiny: Path, tmp_path: Path, 
     run: list[int] = []
     real = engine.Calibration.run
 
-    def counted(self: engine.Calibration, layer: int, *arguments: object) -> object:
+    def counted(self: engine.Calibration, layer: int, *arguments: object, last: bool) -> object:
         run.append(layer)
         time.sleep(0.3)  # the disk's thread has met its error by the end of the layer
-        return real(self, layer, *arguments)  # type: ignore[arg-type]
+        return real(self, layer, *arguments, last=last)  # type: ignore[arg-type]
 
     monkeypatch.setattr(engine.Calibration, "run", counted)
     monkeypatch.setattr(

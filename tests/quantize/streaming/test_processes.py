@@ -31,11 +31,11 @@ root, rows, out, failing, layer, shard_bytes = sys.argv[1:]
 engine.SAVE_SECONDS = 0
 real, run = engine.Calibration.run, []
 
-def counted(self, number, *arguments):
+def counted(self, number, *arguments, last):
     if find_ranks().rank == int(failing) and number == int(layer):
         raise CheckFailedError("stopped by the test")
     run.append(number)
-    return real(self, number, *arguments)
+    return real(self, number, *arguments, last=last)
 
 engine.Calibration.run = counted
 recipe = loader.load("demo").recipe

@@ -45,14 +45,15 @@ def wait_until_imported() -> None:
 def _prepare(gpu: bool) -> None:
     with contextlib.suppress(ImportError):  # the first stage that needs what is missing says so
         try:
-            _import()
+            import_libraries()
         finally:
             _imported.set()
         if gpu:
             _start_gpu()
 
 
-def _import() -> None:
+def import_libraries() -> None:
+    """Imports them in this thread, at once, and without what no run uses."""
     with contextlib.ExitStack() as stack:
         for context in (_without_collecting(), _switching_soon(), _quick_distributions(), *map(_hidden, UNUSED)):
             stack.enter_context(context)

@@ -20,7 +20,7 @@ import gc, sys
 from importlib.metadata import packages_distributions, version
 from quantize import libraries
 interval = sys.getswitchinterval()
-libraries._import()
+libraries.import_libraries()
 assert gc.isenabled() and sys.getswitchinterval() == interval
 assert not [name for name, module in sys.modules.items() if module is None and name in libraries.UNUSED]
 
@@ -74,7 +74,7 @@ def test_what_stood_in_is_gone_and_serves_those_that_kept_it() -> None:
     code = """
 import sys
 from quantize import libraries, stand_ins
-libraries._import()
+libraries.import_libraries()
 import torch, transformers.masking_utils
 for part in stand_ins.PARTS:
     assert part not in sys.modules, part
@@ -100,7 +100,7 @@ def test_a_run_does_without_what_is_stood_in_for(tiny: Path) -> None:
 import sys
 from pathlib import Path
 from quantize import libraries, stand_ins
-libraries._import()
+libraries.import_libraries()
 import torch
 from assemble.architecture import read_architecture
 from assemble.checkpoint import Checkpoint
@@ -128,7 +128,7 @@ def test_whoever_needs_a_part_while_transformers_is_imported_gets_it(tmp_path: P
     )
     code = """
 from quantize import libraries
-libraries._import()
+libraries.import_libraries()
 import soundfile
 from torch.distributed.tensor import Replicate
 assert type(soundfile.made) is Replicate

@@ -7,6 +7,7 @@ come from the disk once. Until then the records know a shard by its size and tim
 where it was; `settle` puts the hash in their place.
 """
 
+import contextlib
 import os
 import sys
 import threading
@@ -56,13 +57,14 @@ def check_unchanged(path: Path, entry: Mapping[str, Any]) -> None:
         raise InputError(f"{path} was changed while it was read. Start over when nothing writes to it: remove OUT.run.")
 
 
-def label(entry: Mapping[str, Any]) -> str:
+def label(name: str, entry: Mapping[str, Any]) -> str:
     """What an output is known by: its digest, or its stamp as long as there is none."""
-    return str(entry["digest"]) or _unhashed(entry)
+    return str(entry["digest"]) or _unhashed(name, entry)
 
 
-def _unhashed(entry: Mapping[str, Any]) -> str:
-    return "not hashed yet: {bytes} bytes, mtime {mtime_ns}, ctime {ctime_ns}".format_map(entry)
+def _unhashed(name: str, entry: Mapping[str, Any]) -> str:
+    """With its name: shards can be of one size and one tick of the clock."""
+    return "{name}, not hashed yet: {bytes} bytes, mtime {mtime_ns}, ctime {ctime_ns}".format_map({"name": name, **entry})
 
 
 def digest(path: Path, advance: Advance | None = None) -> str:
@@ -179,7 +181,8 @@ class ShardHashes:
 def _give_way() -> None:
     """Lowers the priority of this thread, and of those that it starts, where threads have one of their own (Linux)."""
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        with contextlib.suppress(OSError):  # a sandbox may forbid it
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
 def settle(workspace: Path, fetched: str, others: tuple[str, ...]) -> None:
@@ -193,7 +196,7 @@ def settle(workspace: Path, fetched: str, others: tuple[str, ...]) -> None:
     record = read_record(workspace / fetched)
     if record is None:
         return
-    known = {_unhashed(entry): entry["digest"] for entry in record.facts["hashed"].values() if entry["digest"]}
+    known = {_unhashed(name, e): e["digest"] for name, e in record.facts["hashed"].items() if e["digest"]}
     for directory in (workspace / name for name in others):
         if (directory / STARTED).is_file() and (started := read_object(directory / STARTED)) != (new := _put(started, known)):
             write_object(directory / STARTED, new)

@@ -28,7 +28,7 @@ def run(context: Context) -> Result:
         files |= _calibration_files(request.calibration)
     known = dict(context.previous.facts.get("hashed", {})) if context.previous else {}
     hashed = _hash(files, known, context)
-    outputs = {name: label(entry) for name, entry in hashed.items()}
+    outputs = {name: label(name, entry) for name, entry in hashed.items()}
     facts: dict[str, Any] = {"model": _facts(model), "hashed": hashed, "head": None}
     if request.mtp_from:
         head = fetch(request.mtp_from, None)

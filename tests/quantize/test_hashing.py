@@ -14,6 +14,7 @@ from blake3 import blake3
 from assemble.errors import InputError
 from quantize import hashing
 from quantize.console import Reporter
+from quantize.fingerprint import fingerprint
 from quantize.hashing import ShardHashes
 from quantize.runner import Outcome, StaleRunError, run
 from quantize.stage import Record, Request, read_record
@@ -37,7 +38,7 @@ def record(tmp_path: Path) -> Record:
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(data)
         entries[name] = {**hashing.stamp(path), "digest": ""}
-    outputs = {name: hashing.label(entry) for name, entry in entries.items()}
+    outputs = {name: hashing.label(name, entry) for name, entry in entries.items()}
     made = Record("fetch", 2, "", {}, outputs, {"model": {"root": str(tmp_path / "model")}, "hashed": entries}, {}, 0.0, 0)
     made.save(tmp_path)
     return made
@@ -114,6 +115,20 @@ def test_a_file_that_cannot_be_read(record: Record, tmp_path: Path) -> None:
         hashes.finish(Reporter())
 
 
+def test_shards_of_one_size_and_time_get_their_own_hashes(tmp_path: Path) -> None:
+    entry = {"bytes": 5, "mtime_ns": 1, "ctime_ns": 1, "digest": ""}
+    hashed = {name: {**entry, "digest": name[-1]} for name in ("model/a", "model/b")}
+    inputs = {"fetch": {name: hashing.label(name, entry) for name in hashed}}
+    for stage, facts, identity in (("fetch", {"hashed": hashed}, {}), ("plan", {}, {"inputs": inputs})):
+        (tmp_path / stage).mkdir()
+        Record(stage, 1, "", identity, {}, facts, {}, 0.0, 0).save(tmp_path / stage)
+    hashing.settle(tmp_path, "fetch", ("plan",))
+    settled = read_record(tmp_path / "plan")
+    assert settled
+    assert settled.identity == {"inputs": {"fetch": {"model/a": "a", "model/b": "b"}}}
+    assert settled.fingerprint == fingerprint(settled.identity)
+
+
 def records(out: Path) -> dict[str, dict]:
     return {path.parent.name: json.loads(path.read_text()) for path in out.with_name("out.run").glob("*/stage.json")}
 
@@ -125,7 +140,7 @@ def test_records_are_those_of_a_run_that_knew_the_hashes(
     shutil.copytree(quantized.out.with_name("out.run") / "fetch", fetched)
     run(Request(str(tiny), tmp_path / "out", loader.load("demo"), calibration=calibration, device="cpu"), Reporter())
     first, second = records(quantized.out), records(tmp_path / "out")
-    assert UNHASHED not in json.dumps(first)
+    assert UNHASHED not in json.dumps(first) + (quantized.out / "provenance.json").read_text()
     for name in ("fetch", "plan", "calibrate", "quantize", "assemble"):
         for field in ("identity", "fingerprint", "outputs"):
             assert first[name][field] == second[name][field], (name, field)
@@ -197,7 +212,7 @@ def test_a_stopped_run_goes_on_when_only_times_changed(interrupted: Callable) ->
 def test_a_stopped_run_is_refused_when_nobody_knows_whether_the_shard_is_the_same(interrupted: Callable) -> None:
     request, layers = interrupted(False)
     os.utime(Path(request.model) / "model-00001-of-00002.safetensors")
-    with pytest.raises(StaleRunError, match=r"model-00001-of-00002\.safetensors: not hashed yet: .* -> not hashed yet: "):
+    with pytest.raises(StaleRunError, match=r"model-00001-of-00002\.safetensors, not hashed yet: .* -> .*, not hashed yet: "):
         run(request, Reporter())
     assert not layers
 

@@ -44,6 +44,7 @@ STOPS_WHILE_HASHING = [
     ("kill", 2, r"replace .*/plan/stage\.json"),
     ("kill", 1, r"replace .*/calibrate/stage\.json"),
     ("kill", 1, r"replace .*/quantize/started\.json"),
+    ("full", 1, r"fsync .*/quantize/stage\.json\.tmp"),
     ("kill", 1, r"replace .*/quantize/stage\.json"),
 ]
 ENDS = {"kill": (-9, ""), "full": (1, "the disk is full"), "interrupt": (130, "interrupted")}

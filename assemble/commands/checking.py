@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from assemble.rules import Needs, Served, Severity
@@ -82,7 +82,8 @@ def book() -> list[dict[str, Any]]:
 
 def print_book() -> None:
     """Prints the law book for reading."""
-    table = Table("rule", "severity", "must hold", "served", "else", "source", box=None, pad_edge=False)
+    columns = ("rule", "severity", "must hold", "served", "else", "source")
+    table = Table(*(Column(name, overflow="fold") for name in columns), box=None, pad_edge=False)
     for rule in RULES:
         table.add_row(rule.id, rule.severity.value, rule.law, rule.served.value, rule.why, rule.source)
     Console(file=sys.stdout, highlight=False).print(table)

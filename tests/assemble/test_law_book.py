@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from assemble.checkpoint import Checkpoint
-from assemble.commands.checking import markdown
+from assemble.commands.checking import markdown, print_book
 from assemble.rules import Mend, Needs, Severity
 from assemble.rules.book import RULES
 from assemble.verify import verify
@@ -108,3 +108,13 @@ def test_an_unquantized_checkpoint_is_called_that(tiny: Path) -> None:
         ("CFG-6", Severity.ERROR, "no quantization_config and no quantized tensor: a BF16 checkpoint")
     ]
     assert f"python -m quantize run {tiny} OUT" in report.errors[0].mend
+
+
+def test_the_printed_book_is_whole_on_a_narrow_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    print_book()
+    text = capsys.readouterr().out
+    assert text.count("…") == sum((rule.law + rule.why + rule.source).count("…") for rule in RULES)
+    assert max(map(len, text.splitlines())) <= 80

@@ -117,7 +117,7 @@ def close_to_the_source(subject: Subject) -> Iterator[Detail]:
             mine = _dequantized(subject, module, chosen, scalars, files)
             if mine is None:
                 continue
-            there = files.rows(subject.source.path_of(tensor), tensor, [first + r for r in chosen])
+            there = files.rows(subject.source.root, tensor, [first + r for r in chosen])
             truth = _numbers(there.tobytes(), tensor.dtype)
             if mine.size != truth.size:
                 continue  # another shape, Q-2's and Q-3's
@@ -162,10 +162,10 @@ def _dequantized(
     """Rows of a quantized weight as numbers, or None when its tensors are not what Q-2 and Q-3 ask for."""
     weight, scale = subject.tensors[f"{module}.weight"], subject.tensors.get(f"{module}.weight_scale")
     if weight.dtype == "F8_E4M3" and f"{module}.weight_scale" in scalars:
-        return dequantize_fp8(files.rows(subject.root / weight.shard, weight, rows), scalars[f"{module}.weight_scale"])
+        return dequantize_fp8(files.rows(subject.root, weight, rows), scalars[f"{module}.weight_scale"])
     if weight.dtype != "U8" or scale is None or f"{module}.weight_scale_2" not in scalars:
         return None
     if scale.dtype != "F8_E4M3" or scale.shape != (weight.shape[0], weight.shape[1] // 8):
         return None
-    codes = files.rows(subject.root / weight.shard, weight, rows)
-    return dequantize_nvfp4(codes, files.rows(subject.root / scale.shard, scale, rows), scalars[f"{module}.weight_scale_2"])
+    codes = files.rows(subject.root, weight, rows)
+    return dequantize_nvfp4(codes, files.rows(subject.root, scale, rows), scalars[f"{module}.weight_scale_2"])

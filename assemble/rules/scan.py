@@ -108,7 +108,7 @@ def scan(
     Args:
         root: The checkpoint's directory.
         tensors: What to read.
-        origins: Name -> the file and place of the tensor that it should equal (of the same size).
+        origins: Name -> the directory and place of the tensor that it should equal (of the same size).
         progress: Called with the bytes read, origins not counted.
 
     Raises:
@@ -121,7 +121,7 @@ def scan(
         def look(piece: _Piece) -> list[Facts]:
             if not hasattr(local, "buffer"):
                 local.buffer = np.empty(PIECE, np.uint8)
-            data = files.read(root / piece.shard, piece.start, local.buffer[: piece.nbytes])
+            data = files.read(root, piece.shard, piece.start, local.buffer[: piece.nbytes])
             return [_look(part, data[part.start : part.start + part.nbytes], files, origins) for part in piece.parts]
 
         pieces = list(_pieces(tensors))
@@ -136,10 +136,10 @@ def scan(
 
 
 class Files:
-    """Open files by path, so that the 93,627 tensors of a large checkpoint do not open theirs one by one."""
+    """Open files by folder and name, so that the 93,627 tensors of a large checkpoint do not open theirs one by one."""
 
     def __init__(self) -> None:
-        self._open: dict[Path, int] = {}
+        self._open: dict[tuple[Path, str], int] = {}
         self._opening = threading.Lock()
 
     def __enter__(self) -> "Files":
@@ -149,36 +149,39 @@ class Files:
         for descriptor in self._open.values():
             os.close(descriptor)
 
-    def read(self, path: Path, start: int, buffer: Bytes) -> Bytes:
+    def read(self, root: Path, shard: str, start: int, buffer: Bytes) -> Bytes:
         """Fills the buffer from the file and returns it."""
-        descriptor, done = self._descriptor(path), 0
+        descriptor, done = self._descriptor(root, shard), 0
         while done < buffer.size:
             count = os.preadv(descriptor, [buffer[done:].data], start + done)
             if not count:
-                raise OSError(errno.EIO, "it ends too early", str(path))
+                raise OSError(errno.EIO, "it ends too early", str(root / shard))
             done += count
         return buffer
 
-    def rows(self, path: Path, tensor: TensorInfo, rows: list[int]) -> Bytes:
+    def rows(self, root: Path, tensor: TensorInfo, rows: list[int]) -> Bytes:
         """The bytes [rows, bytes of one] of some rows of a tensor, ascending; in a stack of matrices, counted through all."""
         width = tensor.nbytes // max(1, math.prod(tensor.shape[:-1]))
         if not rows or not width:
             return np.empty((len(rows), width), np.uint8)
         start, span = tensor.start + rows[0] * width, (rows[-1] + 1 - rows[0]) * width
         if span <= NEAR:
-            near = self.read(path, start, np.empty(span, np.uint8)).reshape(-1, width)
+            near = self.read(root, tensor.shard, start, np.empty(span, np.uint8)).reshape(-1, width)
             return near.take(np.array(rows) - rows[0], axis=0)
-        descriptor, found = self._descriptor(path), np.empty((len(rows), width), np.uint8)
+        descriptor, found = self._descriptor(root, tensor.shard), np.empty((len(rows), width), np.uint8)
         for row, place in zip(rows, found, strict=True):
             if os.preadv(descriptor, [place.data], tensor.start + row * width) != width:
-                self.read(path, tensor.start + row * width, place)
+                self.read(root, tensor.shard, tensor.start + row * width, place)
         return found
 
-    def _descriptor(self, path: Path) -> int:
-        with self._opening:
-            if path not in self._open:
-                self._open[path] = os.open(path, os.O_RDONLY)
-            return self._open[path]
+    def _descriptor(self, root: Path, shard: str) -> int:
+        descriptor = self._open.get((root, shard))
+        if descriptor is None:
+            with self._opening:
+                if (root, shard) not in self._open:
+                    self._open[root, shard] = os.open(root / shard, os.O_RDONLY)
+                descriptor = self._open[root, shard]
+        return descriptor
 
 
 def _pieces(tensors: list[TensorInfo]) -> Iterator[_Piece]:
@@ -236,11 +239,11 @@ def _has_special(view: Bytes, dtype: str) -> bool:
 
 def _difference(part: _Part, view: Bytes, files: Files, origin: tuple[Path, TensorInfo]) -> int | None:
     """The byte of the tensor at which it first differs from its origin, in this part of it."""
-    path, theirs = origin
+    root, theirs = origin
     buffer = np.empty(min(BLOCK, part.nbytes), np.uint8)
     for i in range(0, part.nbytes, BLOCK):
         mine = view[i : i + BLOCK]
-        its = files.read(path, theirs.start + part.offset + i, buffer[: mine.size])
+        its = files.read(root, theirs.shard, theirs.start + part.offset + i, buffer[: mine.size])
         if not np.array_equal(mine, its):
             return part.offset + i + int(np.flatnonzero(mine != its)[0])
     return None
@@ -252,7 +255,7 @@ def same_bytes(root: Path, first: TensorInfo, second: TensorInfo) -> bool:
         for offset in range(0, first.nbytes, PIECE):
             count = min(PIECE, first.nbytes - offset)
             one, other = np.empty(count, np.uint8), np.empty(count, np.uint8)
-            files.read(root / first.shard, first.start + offset, one)
-            if not np.array_equal(one, files.read(root / second.shard, second.start + offset, other)):
+            files.read(root, first.shard, first.start + offset, one)
+            if not np.array_equal(one, files.read(root, second.shard, second.start + offset, other)):
                 return False
     return True

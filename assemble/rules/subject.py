@@ -206,7 +206,7 @@ class Subject:
             for name in names if checkpoint else ():
                 mine, theirs = self.tensors.get(name), checkpoint[name] if checkpoint else None
                 if checkpoint and mine and theirs and (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape):
-                    origins[name] = (checkpoint.path_of(theirs), theirs)
+                    origins[name] = (checkpoint.root, theirs)
         wanted = [t for name, t in self.tensors.items() if self.deep or name in origins]
         return scan(self.root, wanted, origins, self.progress)
 

@@ -51,7 +51,7 @@ def test_pieces_are_put_together(piece: int, tmp_path: Path, monkeypatch: pytest
     data.tofile(path)
     monkeypatch.setattr(scan, "PIECE", piece)
     progressed: list[int] = []
-    origins = {"plain": (path, theirs["plain"])}
+    origins = {"plain": (theirs.root, theirs["plain"])}
     facts = scan.scan(mine.root, list(mine.values()), origins, progressed.append)
     assert {name: seen(fact) for name, fact in facts.items()} == {
         "plain": (False, False, 0, 0, None, 5001),
@@ -93,7 +93,7 @@ def test_rows(shape: tuple[int, ...], rows: list[int], near: int, tmp_path: Path
     (tmp_path / "config.json").write_text("{}")
     checkpoint = Checkpoint.open(tmp_path)
     with scan.Files() as files:
-        found = files.rows(checkpoint.path_of(checkpoint["m"]), checkpoint["m"], rows)
+        found = files.rows(checkpoint.root, checkpoint["m"], rows)
     expected = values.reshape(int(np.prod(shape[:-1])), shape[-1]).numpy()[rows]
     assert len(found) == len(rows)
     assert found.tobytes() == expected.tobytes()
@@ -106,4 +106,4 @@ def test_rows_of_a_file_that_ends_too_early(tmp_path: Path) -> None:
     with (tmp_path / "model.safetensors").open("r+b") as file:
         file.truncate(1000)
     with scan.Files() as files, pytest.raises(OSError, match="ends too early"):
-        files.rows(tmp_path / "model.safetensors", checkpoint["m"], [0, 4095])
+        files.rows(tmp_path, checkpoint["m"], [0, 4095])

@@ -31,40 +31,43 @@ PIECE = 16 * 1024 * 1024  # of a shard
 READERS = min(6, os.cpu_count() or 1)  # one thread copies some 3 GB/s out of the page cache, and BLAKE3 hashes faster than that
 THREADS_BESIDE = min(2, max(1, (os.cpu_count() or 1) // 4))  # that read, and as many that hash, beside other work
 NICE = 10  # the priority of these: other work goes first
-Entry = dict[str, Any]  # of a file: bytes, mtime_ns, ctime_ns, and the digest; "" when it is not known yet
+Entry = dict[str, Any]  # of a file: its stamp, and the digest; "" when it is not known yet
 Advance = Callable[[int], None]
 
 
-def stamp(path: Path) -> dict[str, int]:
-    """What changes when a file does, without reading it."""
+def stamp(path: Path) -> Entry:
+    """Which file it is, and what changes when it does, without reading it."""
     status = path.stat()
     # ctime too: a copy that keeps times (cp -p, rsync -t) sets mtime, and nothing but a change of the file sets ctime.
-    return {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns, "ctime_ns": status.st_ctime_ns}
+    # The path too: files that are made together can be of one size and one tick of the clock.
+    times = {"mtime_ns": status.st_mtime_ns, "ctime_ns": status.st_ctime_ns}
+    return {"path": str(path.absolute()), "bytes": status.st_size, **times}
 
 
-def stamp_of(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """The stamp that an entry was made with."""
-    return {key: entry[key] for key in ("bytes", "mtime_ns", "ctime_ns")}
+def stamp_of(entry: Mapping[str, Any]) -> Entry:
+    """The stamp that an entry was made with; that of an earlier version has no path, and equals none."""
+    return {key: entry.get(key) for key in ("path", "bytes", "mtime_ns", "ctime_ns")}
 
 
-def check_unchanged(path: Path, entry: Mapping[str, Any]) -> None:
+def check_unchanged(entry: Mapping[str, Any]) -> None:
     """Refuses a file that was changed since its entry was made, by a download that goes on, say.
 
     Raises:
         InputError: names it.
     """
-    if stamp(path) != stamp_of(entry):
-        raise InputError(f"{path} was changed while it was read. Start over when nothing writes to it: remove OUT.run.")
+    if stamp(Path(entry["path"])) != stamp_of(entry):
+        raise InputError(
+            f"{entry['path']} was changed while it was read. Start over when nothing writes to it: remove OUT.run."
+        )
 
 
-def label(name: str, entry: Mapping[str, Any]) -> str:
+def label(entry: Mapping[str, Any]) -> str:
     """What an output is known by: its digest, or its stamp as long as there is none."""
-    return str(entry["digest"]) or _unhashed(name, entry)
+    return str(entry["digest"]) or _unhashed(entry)
 
 
-def _unhashed(name: str, entry: Mapping[str, Any]) -> str:
-    """With its name: shards can be of one size and one tick of the clock."""
-    return "{name}, not hashed yet: {bytes} bytes, mtime {mtime_ns}, ctime {ctime_ns}".format_map({"name": name, **entry})
+def _unhashed(entry: Mapping[str, Any]) -> str:
+    return "{path}, not hashed yet: {bytes} bytes, mtime {mtime_ns}, ctime {ctime_ns}".format_map(stamp_of(entry))
 
 
 def digest(path: Path, advance: Advance | None = None) -> str:
@@ -117,11 +120,10 @@ class ShardHashes:
 
     def __init__(self, record: Record, directory: Path) -> None:
         self._record, self._directory = record, directory
-        root = Path(record.facts["model"]["root"])
-        unhashed = (name for name, entry in record.facts["hashed"].items() if not entry["digest"])
-        self._names = {root / name.removeprefix("model/"): name for name in unhashed}
+        unhashed = {name: entry for name, entry in record.facts["hashed"].items() if not entry["digest"]}
+        self._names = {Path(entry["path"]): name for name, entry in unhashed.items()}
         self._reached: SimpleQueue[Path | None] = SimpleQueue()
-        self._hashed, self._nbytes = 0, sum(record.facts["hashed"][name]["bytes"] for name in self._names.values())
+        self._hashed, self._nbytes = 0, sum(entry["bytes"] for entry in unhashed.values())
         self._stopped = threading.Event()
         self._pool = ThreadPoolExecutor(1, initializer=_give_way)
 
@@ -163,7 +165,7 @@ class ShardHashes:
         while left and (path := self._reached.get()) is not None:
             if name := left.pop(path, None):
                 hashed = _blake3(path, THREADS_BESIDE, THREADS_BESIDE, self._advance)
-                check_unchanged(path, self._record.facts["hashed"][name])  # else the hash is of something else
+                check_unchanged(self._record.facts["hashed"][name])  # else the hash is of something else
                 self._keep(name, f"blake3:{hashed}")
 
     def _advance(self, nbytes: int) -> None:
@@ -196,7 +198,7 @@ def settle(workspace: Path, fetched: str, others: tuple[str, ...]) -> None:
     record = read_record(workspace / fetched)
     if record is None:
         return
-    known = {_unhashed(name, e): e["digest"] for name, e in record.facts["hashed"].items() if e["digest"]}
+    known = {_unhashed(entry): entry["digest"] for entry in record.facts["hashed"].values() if entry["digest"]}
     for directory in (workspace / name for name in others):
         if (directory / STARTED).is_file() and (started := read_object(directory / STARTED)) != (new := _put(started, known)):
             write_object(directory / STARTED, new)

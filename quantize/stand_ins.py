@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 PARTS = ("torch._dynamo", "torch.distributed._composable", "torch.distributed.fsdp", "torch.distributed.tensor")
-# Of torch._dynamo: for functions that will be compiled. PyTorch 2.11 to 2.13, transformers 5.14 to 5.19 ask for these.
+# Of torch._dynamo: for functions that will be compiled. What transformers 5.6 to 5.14 ask for, also through PyTorch 2.13.
 DECORATORS = ("allow_in_graph", "assume_constant_result", "disable")
 
 

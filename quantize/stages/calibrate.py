@@ -30,6 +30,7 @@ def run(context: Context) -> Result:
             rows = calibration.pack_rows(documents, tokenizer, settings, progress=progress)
     source, _ = fetch.opened(context.records["fetch"])
     calibration.check_vocabulary(rows, int(read_architecture(source.config, source).text["vocab_size"]))
+    fetch.check_calibration_unchanged(context.records["fetch"])
     np.save(context.directory / FILE, rows)
     facts = {
         "data": path.name if path else settings.dataset,

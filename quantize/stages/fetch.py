@@ -28,13 +28,13 @@ def run(context: Context) -> Result:
         files |= _calibration_files(request.calibration)
     known = dict(context.previous.facts.get("hashed", {})) if context.previous else {}
     hashed = _hash(files, known, context)
-    outputs = {name: label(name, entry) for name, entry in hashed.items()}
+    outputs = {name: label(entry) for name, entry in hashed.items()}
     facts: dict[str, Any] = {"model": _facts(model), "hashed": hashed, "head": None}
     if request.mtp_from:
         head = fetch(request.mtp_from, None)
-        facts["head"] = _facts(head)
         origin = Checkpoint.open(head.root)
         tensors = [t for name, t in origin.items() if name.startswith(MTP_PREFIX)]
+        facts["head"] = _facts(head) | {"files": [stamp(path) for path in sorted({origin.path_of(t) for t in tensors})]}
         outputs |= {f"head/{t.name}": sha256_tensor(origin.path_of(t), t) for t in tensors}
     return Result(outputs, facts)
 
@@ -89,12 +89,26 @@ def _hash(files: Mapping[str, Path], known: Mapping[str, Entry], context: Contex
 
 
 def check_unchanged(record: Record) -> None:
-    """Refuses a model that was changed since: it is not the one on record.
+    """Refuses a model, or a head's checkpoint, that was changed since: it is not the one on record.
 
     Raises:
-        InputError: names the first.
+        InputError: names the first file.
     """
-    root = Path(record.facts["model"]["root"])
+    _check_unchanged(record, "model/")
+    for entry in (record.facts["head"] or {}).get("files", []):
+        hashing.check_unchanged(entry)
+
+
+def check_calibration_unchanged(record: Record) -> None:
+    """Refuses the user's own text, where it was changed since.
+
+    Raises:
+        InputError: names the first file.
+    """
+    _check_unchanged(record, "calibration/")
+
+
+def _check_unchanged(record: Record, prefix: str) -> None:
     for name, entry in record.facts["hashed"].items():
-        if name.startswith("model/"):
-            hashing.check_unchanged(root / name.removeprefix("model/"), entry)
+        if name.startswith(prefix):
+            hashing.check_unchanged(entry)

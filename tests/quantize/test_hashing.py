@@ -38,7 +38,7 @@ def record(tmp_path: Path) -> Record:
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(data)
         entries[name] = {**hashing.stamp(path), "digest": ""}
-    outputs = {name: hashing.label(name, entry) for name, entry in entries.items()}
+    outputs = {name: hashing.label(entry) for name, entry in entries.items()}
     made = Record("fetch", 2, "", {}, outputs, {"model": {"root": str(tmp_path / "model")}, "hashed": entries}, {}, 0.0, 0)
     made.save(tmp_path)
     return made
@@ -116,9 +116,9 @@ def test_a_file_that_cannot_be_read(record: Record, tmp_path: Path) -> None:
 
 
 def test_shards_of_one_size_and_time_get_their_own_hashes(tmp_path: Path) -> None:
-    entry = {"bytes": 5, "mtime_ns": 1, "ctime_ns": 1, "digest": ""}
-    hashed = {name: {**entry, "digest": name[-1]} for name in ("model/a", "model/b")}
-    inputs = {"fetch": {name: hashing.label(name, entry) for name in hashed}}
+    entry = {"bytes": 5, "mtime_ns": 1, "ctime_ns": 1}
+    hashed = {name: {**entry, "path": f"/{name}", "digest": name[-1]} for name in ("model/a", "model/b")}
+    inputs = {"fetch": {name: hashing.label({**one, "digest": ""}) for name, one in hashed.items()}}
     for stage, facts, identity in (("fetch", {"hashed": hashed}, {}), ("plan", {}, {"inputs": inputs})):
         (tmp_path / stage).mkdir()
         Record(stage, 1, "", identity, {}, facts, {}, 0.0, 0).save(tmp_path / stage)

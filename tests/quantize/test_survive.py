@@ -5,10 +5,12 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from assemble.checkpoint import Checkpoint
 from assemble.errors import InputError
 from quantize.console import Reporter
 from quantize.runner import BusyError, Outcome, StaleRunError, run
@@ -125,17 +127,39 @@ def test_a_changed_source_with_its_old_time_is_noticed(tiny: Path, calibration: 
         run(request, Reporter())
 
 
-class Rewriter(Reporter):
-    """Changes a file when a stage is done."""
+def test_another_source_of_the_same_sizes_and_times_is_noticed(
+    tiny: Path, calibration: Path, finished: Path, tmp_path: Path
+) -> None:
+    """As of two models that are written together: a clock ticks every few milliseconds only."""
+    name = "model-00001-of-00002.safetensors"
+    first, second = tmp_path / "first", tmp_path / "second"
+    for root in (first, second):
+        shutil.copytree(tiny, root)
+    data = bytearray((tiny / name).read_bytes())
+    data[-1] ^= 1
+    (second / name).write_bytes(data)
+    while True:
+        for root in (first, second):
+            os.utime(root / name, ns=(0, 0))
+        if len({(root / name).stat().st_ctime_ns for root in (first, second)}) == 1:
+            break
+    request = Request(str(first), finished, loader.load("demo"), calibration=calibration, device="cpu")
+    assert run(request, Reporter()).already_complete
+    with pytest.raises(StaleRunError, match=r"inputs\.fetch\.model/model-00001-of-00002\.safetensors"):
+        run(replace(request, model=str(second)), Reporter())
 
-    def __init__(self, stage: str, path: Path) -> None:
+
+class Rewriter(Reporter):
+    """Changes a byte of a file, the last or another, when a stage is done."""
+
+    def __init__(self, stage: str, path: Path, place: int = -1) -> None:
         super().__init__()
-        self.stage, self.path = stage, path
+        self.stage, self.path, self.place = stage, path, place
 
     def line(self, text: str) -> None:
         if text.startswith(f"{self.stage}: done"):
             data = bytearray(self.path.read_bytes())
-            data[-1] ^= 1
+            data[self.place] ^= 1
             self.path.write_bytes(data)
 
 
@@ -146,6 +170,26 @@ def test_a_source_that_changes_while_it_is_read(tiny: Path, calibration: Path, t
     request = Request(str(source), out, loader.load("demo"), calibration=calibration, device="cpu")
     with pytest.raises(InputError, match=r"model-00001-of-00002\.safetensors was changed while it was read"):
         run(request, Rewriter("calibrate", shard))
+    assert not out.exists()
+
+
+def test_a_head_that_changes_while_it_is_read(tiny: Path, calibration: Path, tmp_path: Path) -> None:
+    """Its tensors were hashed for the record, and others would be copied: the record would name what OUT does not have."""
+    head, out = tmp_path / "head", tmp_path / "out"
+    shutil.copytree(tiny, head)
+    shard = Checkpoint.open(head)["mtp.fc.weight"].shard
+    request = Request(str(tiny), out, loader.load("demo"), mtp_from=str(head), calibration=calibration, device="cpu")
+    with pytest.raises(InputError, match=rf"head/{shard} was changed while it was read"):
+        run(request, Rewriter("calibrate", head / shard))
+    assert not out.exists()
+
+
+def test_calibration_data_that_change_while_they_are_read(tiny: Path, calibration: Path, tmp_path: Path) -> None:
+    text, out = tmp_path / "text.jsonl", tmp_path / "out"
+    shutil.copy(calibration, text)
+    request = Request(str(tiny), out, loader.load("demo"), calibration=text, device="cpu")
+    with pytest.raises(InputError, match=r"text\.jsonl was changed while it was read"):
+        run(request, Rewriter("plan", text, text.read_bytes().index(b"return")))
     assert not out.exists()
 
 

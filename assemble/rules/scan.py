@@ -6,6 +6,7 @@ known (the source's, for an unquantized one), the origin's bytes are read beside
 E4M3 are looked at as integers.
 """
 
+import ctypes
 import errno
 import hashlib
 import math
@@ -23,17 +24,20 @@ import numpy.typing as npt
 from assemble.checkpoint import DTYPE_BYTES, TensorInfo
 
 PIECE = 16 * 1024 * 1024
-BLOCK = 1024 * 1024  # looked at in one go, so that intermediate results stay in the cache
+BLOCK = 1024 * 1024  # compared in one go, so that it is still in the cache
 THREADS = min(8, max(2, os.cpu_count() or 1))
 NEAR = 128 * 1024  # rows that lie within so many bytes are read in one go
 LARGE = 64 * 1024  # bytes from which a tensor's content is sampled, to find equal tensors
 Bytes = npt.NDArray[np.uint8]
-# The bits that are all ones in an infinity or a NaN (in a NaN, for E4M3, which has no infinity).
-_SPECIAL: dict[str, tuple[Any, int]] = {
-    "BF16": (np.uint16, 0x7F80),
-    "F16": (np.uint16, 0x7C00),
-    "F32": (np.uint32, 0x7F800000),
-    "F8_E4M3": (np.uint8, 0x7F),
+_memcmp = ctypes.CDLL(None).memcmp  # twice as fast as NumPy's `array_equal`, which writes down every byte's answer
+_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+# As integers, infinities and NaNs (NaNs alone for E4M3, which has no infinity) are the largest of the positive numbers, from
+# this one on; with the sign's bit, as unsigned integers, they are the largest of all.
+_SPECIAL: dict[str, tuple[Any, Any, int]] = {
+    "BF16": (np.int16, np.uint16, 0x7F80),
+    "F16": (np.int16, np.uint16, 0x7C00),
+    "F32": (np.int32, np.uint32, 0x7F800000),
+    "F8_E4M3": (np.int8, np.uint8, 0x7F),
 }
 
 
@@ -227,14 +231,12 @@ def holds_special(data: bytes, dtype: str) -> bool:
 
 
 def _has_special(view: Bytes, dtype: str) -> bool:
-    kind, mask = _SPECIAL[dtype]
-    values = view[: view.size // DTYPE_BYTES[dtype] * DTYPE_BYTES[dtype]].view(kind)
-    scratch = np.empty(min(values.size, BLOCK), kind)
-    for i in range(0, values.size, BLOCK):
-        block = values[i : i + BLOCK]
-        if int(np.bitwise_and(block, kind(mask), out=scratch[: block.size]).max()) == mask:
-            return True
-    return False
+    signed, unsigned, least = _SPECIAL[dtype]
+    values = view[: view.size // DTYPE_BYTES[dtype] * DTYPE_BYTES[dtype]]
+    if not values.size:
+        return False
+    sign = np.iinfo(signed).max + 1
+    return int(values.view(signed).max()) >= least or int(values.view(unsigned).max()) >= sign + least
 
 
 def _difference(part: _Part, view: Bytes, files: Files, origin: tuple[Path, TensorInfo]) -> int | None:
@@ -244,7 +246,7 @@ def _difference(part: _Part, view: Bytes, files: Files, origin: tuple[Path, Tens
     for i in range(0, part.nbytes, BLOCK):
         mine = view[i : i + BLOCK]
         its = files.read(root, theirs.shard, theirs.start + part.offset + i, buffer[: mine.size])
-        if not np.array_equal(mine, its):
+        if _memcmp(mine.ctypes.data, its.ctypes.data, mine.size):
             return part.offset + i + int(np.flatnonzero(mine != its)[0])
     return None
 

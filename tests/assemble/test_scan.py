@@ -65,6 +65,23 @@ def test_pieces_are_put_together(piece: int, tmp_path: Path, monkeypatch: pytest
     assert sum(progressed) == sum(t.nbytes for t in mine.values())
 
 
+@pytest.mark.parametrize(
+    ("name", "bits", "dtype"),
+    [
+        ("BF16", np.arange(1 << 16, dtype=np.uint16), torch.bfloat16),
+        ("F16", np.arange(1 << 16, dtype=np.uint16), torch.float16),
+        ("F8_E4M3", np.arange(1 << 8, dtype=np.uint8), torch.float8_e4m3fn),
+        ("F32", (np.arange(1 << 16, dtype=np.uint32) << 16)[:, None] | np.array([0, 1, 0xFFFF], np.uint32), torch.float32),
+    ],
+)
+def test_every_special_number_is_seen(name: str, bits: np.ndarray, dtype: torch.dtype) -> None:
+    finite = torch.from_numpy(bits.reshape(-1).copy()).view(dtype).float().isfinite()
+    found = [scan.holds_special(number.tobytes(), name) for number in bits.reshape(-1)]
+    assert found == (~finite).tolist()
+    assert not scan.holds_special(bits.reshape(-1)[finite.numpy()].tobytes(), name)
+    assert scan.holds_special(bits.tobytes(), name)
+
+
 def test_equal_tensors_have_equal_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scan, "PIECE", 1024)
     monkeypatch.setattr(scan, "LARGE", 1)

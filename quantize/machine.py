@@ -3,6 +3,7 @@
 import os
 import shutil
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,8 @@ class GPU:
 
 def find_gpu() -> GPU | None:
     """The first GPU that CUDA_VISIBLE_DEVICES leaves visible; None when there is none, or no driver."""
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
+    pynvml = _nvml()
+    if pynvml is None:
         return None
     try:
         handle = _visible_handle(pynvml)
@@ -38,8 +34,20 @@ def find_gpu() -> GPU | None:
         return GPU(str(pynvml.nvmlDeviceGetName(handle)), int(memory.total), int(memory.free), f"{major}.{minor}")
     except pynvml.NVMLError:
         return None
-    finally:
-        pynvml.nvmlShutdown()
+
+
+@cache
+def _nvml() -> Any:
+    """The driver's library, started once a process, since that can take tenths of a second; None without a driver."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    return pynvml
 
 
 def _visible_handle(pynvml: Any) -> Any:

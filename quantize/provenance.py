@@ -4,6 +4,7 @@ import platform
 import subprocess
 import sys
 import time
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from quantize.machine import find_gpu
 PACKAGES = ("nvfp4-mtp", "nvidia-modelopt", "torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "datasets")
 
 
+@cache
 def package_version(name: str) -> str | None:
     """The installed version of a distribution, without importing it."""
     try:
@@ -35,6 +37,7 @@ def provenance() -> dict[str, Any]:
     }
 
 
+@cache
 def git_commit() -> str | None:
     """The commit of the checkout that this code runs from, `-dirty` when changed; None outside a checkout."""
     root = Path(__file__).parent.parent

@@ -72,7 +72,7 @@ def compute(plan: AssemblyPlan, device: torch.device, rows: np.ndarray, batch: i
                 synchronize(device)
                 seconds["forward"] += time.monotonic() - started
                 started = time.monotonic()
-            for _ in packer.pack(prefix, tensors, dict.fromkeys(plan.schemes, 1.0)):
+            for _ in packer.pack(prefix, tensors, dict.fromkeys(plan.schemes, torch.ones(()))):
                 pass
             synchronize(device)
             seconds["pack"] += time.monotonic() - started

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from quantize.streaming.activations import Activations
 from quantize.streaming.decoder import Decoder
 from quantize.streaming.faster.delta_rule import name_of
+from quantize.streaming.packing import amax
 from quantize.streaming.ranks import Ranks
 
 
@@ -29,8 +30,8 @@ class Calibration:
         self.layers_run = 0
         self.delta_rule: str | None = None  # what computed it, for the record
 
-    def run(self, layer: int, tensors: Mapping[str, Tensor], measured: set[str], *, last: bool = False) -> dict[str, float]:
-        """Runs a layer on all rows.
+    def run(self, layer: int, tensors: Mapping[str, Tensor], measured: set[str], *, last: bool = False) -> dict[str, Tensor]:
+        """Runs a layer on all rows. On a GPU, one process only queues it: nobody waits for a number here.
 
         Args:
             layer: Its number.
@@ -39,18 +40,20 @@ class Calibration:
             last: No layer is run after it: what comes behind the measured inputs is left out, and the states stay as they are.
 
         Returns:
-            Module -> the largest magnitude of its input, over all rows of all ranks; 0 when it saw nothing.
+            Module -> the largest magnitude of its input, over all rows of all ranks, float32 []; 0 when it saw nothing.
         """
         module = self._decoder.layer(layer, tensors)
         self.delta_rule = self.delta_rule or name_of(module)
         modules = {name: part for name, part in module.named_modules() if name in measured}
-        with _InputAmax(modules, self._decoder.device, stop=last) as amax:
+        with _InputAmax(modules, self._decoder.device, stop=last) as seen:
             for hidden, part in self.states.batches():
                 with suppress(_AllSeen):
                     self.states.put(part, self._decoder.forward(module, hidden))
         self.layers_run += 1
+        if self._ranks.alone:
+            return seen.values
         names = sorted(modules)
-        return dict(zip(names, self._ranks.largest([amax.value(name) for name in names]), strict=True))
+        return dict(zip(names, torch.tensor(self._ranks.largest([float(seen.values[name]) for name in names])), strict=True))
 
 
 class _AllSeen(Exception):  # noqa: N818 - no error
@@ -66,7 +69,7 @@ class _InputAmax:
     def __init__(self, modules: Mapping[str, nn.Module], device: torch.device, *, stop: bool = False) -> None:
         self._modules, self._stop = modules, stop
         self._unseen = set(modules)
-        self._largest = {name: torch.zeros((), dtype=torch.bfloat16, device=device) for name in modules}
+        self._largest = {name: torch.zeros((), device=device) for name in modules}
         self._last: tuple[Tensor, Tensor] | None = None
 
     def __enter__(self) -> "_InputAmax":
@@ -78,16 +81,17 @@ class _InputAmax:
             hook.remove()
         self._last = None
 
-    def value(self, name: str) -> float:
-        """0 for a module that saw nothing."""
-        return float(self._largest[name])
+    @property
+    def values(self) -> dict[str, Tensor]:
+        """By module, float32 []; 0 for one that saw nothing."""
+        return dict(self._largest)
 
     def _hook(self, name: str) -> Any:
         largest = self._largest[name]
 
         def measure(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             if self._last is None or self._last[0] is not inputs[0]:  # q, k and v are given the same tensor
-                self._last = inputs[0], inputs[0].abs().amax()
+                self._last = inputs[0], amax(inputs[0].unsqueeze(0))[0]
             torch.maximum(largest, self._last[1], out=largest)
             self._unseen.discard(name)
             if self._stop and not self._unseen:

@@ -3,10 +3,12 @@
 Three things go on at once: the next group of tensors is read, this one is computed, and the last one's packed tensors go to
 the disk, together with the tensors that are copied as they are and never come near the model. A layer is run in BF16 on all
 calibration rows; what its FP8 modules see is measured on the way. NVFP4 here is weight-only, so the weights alone decide it.
+A GPU is never waited for between two layers: what was packed is looked at when the next layer is queued (`pending`).
 """
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -32,6 +34,7 @@ from quantize.streaming.calibration import Calibration, own_rows
 from quantize.streaming.decoder import Decoder
 from quantize.streaming.journal import Journal
 from quantize.streaming.modules import Packer, WeightError
+from quantize.streaming.pending import Pending
 from quantize.streaming.ranks import Ranks
 from quantize.streaming.reading import Group, Reader, Reading, layer_group, tensor_group
 from quantize.streaming.writing import ShardSink
@@ -97,7 +100,7 @@ class _Run:
     def __init__(self, job: Job, journal: Journal, ranks: Ranks, reporter: Reporter) -> None:
         self._job, self._journal, self._ranks, self._reporter = job, journal, ranks, reporter
         self._mine = [s for i, s in enumerate(job.plan.shards) if i % ranks.size == ranks.rank and s.name not in journal.shards]
-        self._input_amax = dict(journal.input_amax)
+        self._input_amax = {module: torch.tensor(amax) for module, amax in journal.input_amax.items()}  # float32 []
         self._last_to_run = _last_to_run(job.plan, journal)
         self._calibration: Calibration | None = None
         self._saved = time.monotonic()
@@ -115,14 +118,18 @@ class _Run:
             sink = stack.enter_context(ShardSink(quantized, job.directory, self._journal.shard_finished))
             reader = stack.enter_context(Reader(plan.source, torch.device(job.device), job.reached))
             advance = stack.enter_context(self._reporter.task("quantize", sum(step.group.nbytes for step in steps)))
-            packer = Packer(plan.architecture, plan.schemes, job.method, sink.wants)
+            packer, pending = Packer(plan.architecture, plan.schemes, job.method, sink.wants), Pending(sink)
             speed = _Speed(plan.architecture.num_layers)
-            for step, reading in _ahead(reader, steps):
-                self._step(step, reading, packer, sink)
+            readings = _ahead(reader, steps)
+            with _Timed(self._seconds, "start"):  # while the first step is read
+                decoder = Decoder(plan.architecture, job.device) if any(map(self._to_run, steps)) else None
+            for step, reading in readings:
+                self._step(step, reading, decoder, packer, pending)
                 advance(step.group.nbytes, speed.reached(step))
                 copies.check()
                 sink.check()
             with _Timed(self._seconds, "finish"):
+                pending.settle()
                 sink.finish()
                 copies.finish()
                 self._ranks.gather(None)  # every shard is there before any process leaves
@@ -148,18 +155,21 @@ class _Run:
         """Whether the layer has to be run: an input of it, or of a layer after it, is still to be measured."""
         return step.layer is not None and self._journal.next_layer <= step.layer <= self._last_to_run
 
-    def _step(self, step: Step, reading: Reading, packer: Packer, sink: ShardSink) -> None:
+    def _step(self, step: Step, reading: Reading, decoder: Decoder | None, packer: Packer, pending: Pending) -> None:
         with _Timed(self._seconds, "wait_for_read"):
             tensors = reading.tensors()
-        if step.layer is not None and self._to_run(step):
+        if decoder and step.layer is not None and self._to_run(step):
             if self._calibration is None:
                 with _Timed(self._seconds, "start"):
-                    self._calibration = self._start()
+                    self._calibration = self._start(decoder)
             with _Timed(self._seconds, "forward"):
                 self._measure(self._calibration, step.layer, step.prefix, tensors)
         with _Timed(self._seconds, "pack"):
-            for packed in packer.pack(step.prefix, tensors, self._input_amax):
-                sink.write(packed)
+            pending.settle()
+            for made in packer.pack(step.prefix, tensors, self._input_amax):
+                pending.add(made)
+            if step.layer is None:
+                pending.settle()  # lm_head's place is needed for the hidden states
 
     def _measure(self, calibration: Calibration, layer: int, prefix: str, tensors: Mapping[str, Tensor]) -> None:
         """Runs a layer; saves the hidden states behind it when it is time to."""
@@ -191,13 +201,12 @@ class _Run:
         if self._ranks.rank == 0:
             temporary.replace(path)
             sync_directory(path.parent)
-            self._journal.states_saved(layer, self._input_amax)
+            self._journal.states_saved(layer, {module: float(amax) for module, amax in self._input_amax.items()})
         self._saved = time.monotonic()
 
-    def _start(self) -> Calibration:
-        """The decoder, and the hidden states before the first layer that is run."""
+    def _start(self, decoder: Decoder) -> Calibration:
+        """The hidden states before the first layer that is run."""
         job, architecture = self._job, self._job.plan.architecture
-        decoder = Decoder(architecture, job.device)
         if decoder.device.type == "cuda":
             torch.cuda.empty_cache()  # lm_head's place is as large as the states, and too small for them: without it, both stay
         rows = own_rows(job.rows, job.batch_size, self._ranks)
@@ -292,10 +301,14 @@ class _Timed:
 
 
 def _ahead(reader: Reader, steps: list[Step]) -> Iterator[tuple[Step, Reading]]:
-    """Each step with its tensors on their way; the next step's reading starts when this one's is there."""
-    coming: Reading | None = None
-    for i, step in enumerate(steps):
-        reading = coming or reader.start(step.group)
-        reading.wait()
-        coming = reader.start(steps[i + 1].group) if i + 1 < len(steps) else None
-        yield step, reading
+    """Each step with its tensors on their way. The first one's start now, and the next one's when this one's are there."""
+    coming = deque(reader.start(step.group) for step in steps[:1])
+
+    def each() -> Iterator[tuple[Step, Reading]]:
+        for i, step in enumerate(steps):
+            reading = coming.popleft()
+            reading.wait()
+            coming.extend(reader.start(following.group) for following in steps[i + 1 : i + 2])
+            yield step, reading
+
+    return each()

@@ -65,8 +65,12 @@ class ShardSink:
         """Whether a tensor belongs to one of the shards."""
         return name in self._home
 
-    def write(self, tensors: Mapping[str, Tensor]) -> None:
+    def write(self, tensors: Mapping[str, Tensor], ready: Any = None) -> None:
         """Queues tensors, on any device; waits while too much is queued.
+
+        Args:
+            tensors: By name.
+            ready: The CUDA event after which they are what they shall be; of now, when none is given.
 
         Raises:
             CoverageError: a tensor that the plan does not have, or another dtype or shape than planned.
@@ -80,7 +84,8 @@ class ShardSink:
         nbytes = sum(self._specs[name].nbytes for name in tensors)
         self._room.take(nbytes)
         device = next((t.device for t in tensors.values() if t.is_cuda), None)
-        ready = torch.cuda.current_stream(device).record_event() if device else None
+        if device and ready is None:
+            ready = torch.cuda.current_stream(device).record_event()
         self._waiting.append(self._disk.submit(self._write, dict(tensors), nbytes, device, ready))
 
     def check(self) -> None:

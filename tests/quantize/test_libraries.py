@@ -10,7 +10,8 @@ from quantize import stand_ins
 
 def python(code: str, path: Path | None = None) -> str:
     """What a new process prints."""
-    environment = os.environ | ({"PYTHONPATH": str(path)} if path else {})
+    paths = [str(path), os.environ.get("PYTHONPATH", "")] if path else []
+    environment = os.environ | ({"PYTHONPATH": os.pathsep.join(filter(None, paths))} if path else {})
     return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment).stdout
 
 

@@ -89,9 +89,7 @@ def test_a_full_disk_ends_the_run_at_the_next_layer(tiny: Path, tmp_path: Path, 
         return real(self, layer, *arguments, last=last)  # type: ignore[arg-type]
 
     monkeypatch.setattr(engine.Calibration, "run", counted)
-    monkeypatch.setattr(
-        ShardSink, "write", lambda sink, _tensors: sink._waiting or sink._waiting.append(sink._disk.submit(full))
-    )
+    monkeypatch.setattr(ShardSink, "write", lambda sink, *_: sink._waiting or sink._waiting.append(sink._disk.submit(full)))
     with pytest.raises(OSError, match="No space left"):
         quantize(plan, out)
     assert run in ([], [0])

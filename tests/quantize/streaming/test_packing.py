@@ -86,8 +86,10 @@ def test_fp8_equals_modelopt(make, seed: int, rows: int) -> None:  # type: ignor
     assert same_bytes(made, to_quantized_weight(weight, scale, QUANTIZATION_FP8))
 
 
-def test_amax_of_negative_and_of_nan() -> None:
-    weight = weights((4, 8, 16), 2)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("shape", [(8, 16), (1000, 2048)])
+def test_amax_of_negative_and_of_nan(device: str, shape: tuple[int, int]) -> None:
+    weight = weights((4, *shape), 2).to(device)
     weight[1] = -weight[1].abs()
     weight[2, 3, 3] = torch.nan
     weight[3] = 0
@@ -148,7 +150,7 @@ def test_gate_and_up_share_the_larger_scale() -> None:
     packer = Packer(SimpleNamespace(), schemes, "max", lambda _: True)
     named: dict[str, torch.Tensor] = {}
     for part in packer.pack("m.", {"mlp.gate_proj.weight": gate, "mlp.up_proj.weight": up}, {}):
-        named |= part
+        named |= part.tensors
     for name, weight in (("gate_proj", gate), ("up_proj", up)):
         codes, scales = modelopt_nvfp4(weight, up.abs().amax().float())
         assert same_bytes(named[f"m.mlp.{name}.weight"], codes)
@@ -156,17 +158,31 @@ def test_gate_and_up_share_the_larger_scale() -> None:
     assert named["m.mlp.gate_proj.weight_scale_2"] == named["m.mlp.up_proj.weight_scale_2"]
 
 
-@pytest.mark.parametrize("value", [0.0, torch.nan])
+@pytest.mark.parametrize("value", [0.0, torch.nan, torch.inf])
+@pytest.mark.parametrize("method", ["max", "mse"])
 @pytest.mark.parametrize("scheme", [FP8, W4A16_NVFP4])
-def test_a_weight_without_a_scale_is_named(value: float, scheme: str) -> None:
+def test_a_weight_without_a_scale_is_named(value: float, scheme: str, method: str) -> None:
     weight = torch.full((16, 32), value).bfloat16()
-    packer = Packer(SimpleNamespace(), {"m.mlp.down_proj": scheme}, "max", lambda _: True)
+    packer = Packer(SimpleNamespace(), {"m.mlp.down_proj": scheme}, method, lambda _: True)
+    [made] = packer.pack("m.", {"mlp.down_proj.weight": weight}, {"m.mlp.down_proj": torch.ones(())})
     with pytest.raises(InputError, match=r"tensor m\.mlp\.down_proj\.weight (is all zeros|holds NaN or infinity)"):
-        list(packer.pack("m.", {"mlp.down_proj.weight": weight}, {"m.mlp.down_proj": 1.0}))
+        made.check(made.magnitudes())
+
+
+def test_of_fused_modules_the_one_without_a_scale_is_named() -> None:
+    schemes = {"m.mlp.gate_proj": W4A16_NVFP4, "m.mlp.up_proj": W4A16_NVFP4}
+    packer = Packer(SimpleNamespace(), schemes, "max", lambda _: True)
+    tensors = {"mlp.gate_proj.weight": weights((16, 32), 1), "mlp.up_proj.weight": torch.zeros((16, 32)).bfloat16()}
+    gate, up = packer.pack("m.", tensors, {})
+    with pytest.raises(InputError, match=r"tensor m\.mlp\.up_proj\.weight is all zeros"):
+        gate.check(gate.magnitudes())
+    up.check(up.magnitudes())  # has nothing of its own to say: who has checked the first knows
 
 
 @pytest.mark.parametrize("largest", [0.0, float("nan"), float("inf")])
 def test_an_input_without_a_scale_is_named(largest: float) -> None:
     packer = Packer(SimpleNamespace(), {"m.self_attn.q_proj": FP8}, "max", lambda _: True)
+    tensors, inputs = {"self_attn.q_proj.weight": weights((16, 32), 8)}, {"m.self_attn.q_proj": torch.tensor(largest)}
+    [made] = packer.pack("m.", tensors, inputs)
     with pytest.raises(InputError, match=r"m\.self_attn\.q_proj: the largest magnitude of its input"):
-        list(packer.pack("m.", {"self_attn.q_proj.weight": weights((16, 32), 8)}, {"m.self_attn.q_proj": largest}))
+        made.check(made.magnitudes())

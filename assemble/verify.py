@@ -1,10 +1,8 @@
 """Verifies a checkpoint against the law book, and says what is wrong with it."""
 
-import os
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,6 @@ from assemble.rules.versions import Requirements, requirements
 
 _TEXT_LIMIT = 400  # characters of a name or value that a finding quotes
 _NUMBERED = re.compile(r"\b(layers|experts|blocks)\.\d+")
-_CORES, _CORES_FOR_TWO = os.cpu_count() or 1, 8  # on fewer, the one pass over the bytes takes them all
 _ORDER = {Severity.ERROR: 0, Severity.WARNING: 1, Severity.INFO: 2}
 
 
@@ -125,15 +122,8 @@ def verify(
     else:
         wanted |= ({Needs.VALUES} if deep else set()) | ({Needs.SOURCE} if source else set())
     rules = [rule for rule in RULES if rule.needs in wanted]
-    findings = sorted(_apply(rules, subject), key=lambda f: _ORDER[f.severity])
+    findings = sorted((f for rule in rules for f in apply_rule(rule, subject)), key=lambda f: _ORDER[f.severity])
     return Report(root, tuple(rule.id for rule in rules), tuple(findings), requirements(subject))
-
-
-def _apply(rules: list[Rule], subject: Subject) -> list[Finding]:
-    """What the rules find, in their order."""
-    with ThreadPoolExecutor(1) as pool:
-        begun = {rule.id: pool.submit(apply_rule, rule, subject) for rule in rules if rule.apart and _CORES >= _CORES_FOR_TWO}
-        return [f for rule in rules for f in (begun[rule.id].result() if rule.id in begun else apply_rule(rule, subject))]
 
 
 def apply_rule(rule: Rule, subject: Subject) -> list[Finding]:

@@ -5,7 +5,6 @@ imports from it at that moment is given the unfinished one.
 """
 
 import contextlib
-import ctypes
 import gc
 import importlib.metadata
 import os
@@ -35,8 +34,6 @@ _imported.set()  # as far as anyone has asked
 def start_importing(*, gpu: bool) -> None:
     """Begins, in a thread; with `gpu`, also what a GPU needs, where there is one."""
     _imported.clear()
-    if gpu:
-        threading.Thread(target=_before_pytorch, daemon=True).start()
     threading.Thread(target=_prepare, args=(gpu,), daemon=True).start()
 
 
@@ -48,22 +45,20 @@ def wait_until_imported() -> None:
 def _prepare(gpu: bool) -> None:
     with contextlib.suppress(ImportError):  # the first stage that needs what is missing says so
         try:
-            import_libraries(gpu=gpu)
+            import_libraries()
         finally:
             _imported.set()
         if gpu:
-            _compare()
+            _start_gpu()
 
 
-def import_libraries(*, gpu: bool = False) -> None:
-    """Imports them in this thread, at once, and without what no run uses; with `gpu`, starts the GPU beside that."""
+def import_libraries() -> None:
+    """Imports them in this thread, at once, and without what no run uses."""
     with contextlib.ExitStack() as stack:
         for context in (_without_collecting(), _switching_soon(), _quick_distributions(), *map(_hidden, UNUSED)):
             stack.enter_context(context)
         import torch  # noqa: F401
 
-        if gpu:
-            threading.Thread(target=_start_gpu, daemon=True).start()
         stack.enter_context(standing_in())
         import transformers  # noqa: F401
 
@@ -156,62 +151,14 @@ def _scan_models_once() -> None:
         import_utils.create_import_structure_from_path = lambda path: scan(models if path == again else path)
 
 
-def _before_pytorch() -> None:
-    """What a GPU needs and does not need PyTorch: a second of work that does not hold up Python's imports."""
-    if _open_cuda():
-        with contextlib.suppress(Exception):  # it is done when the first kernel is compiled, then
-            import triton  # noqa: F401
-
-            # Before it uses a compiled kernel, Triton hashes itself, hundreds of megabytes: 3.6 here, earlier versions there.
-            for place in ("triton.runtime.cache", "triton.compiler.compiler"):
-                if key := getattr(sys.modules.get(place), "triton_key", None):
-                    key()
-                    break
-
-
-def _open_cuda() -> bool:
-    """Creates this process's CUDA context, which PyTorch then finds; False where there is no GPU."""
-    try:
-        cuda = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    device, context = ctypes.c_int(), ctypes.c_void_p()
-    if cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), int(os.environ.get("LOCAL_RANK", "0"))):
-        return False
-    return int(cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)) == 0
-
-
 def _start_gpu() -> None:
-    """Has a GPU's libraries loaded, and its kernels compiled: each of that is done when it is first used."""
-    import torch
-    from torch.nn import functional
-
-    from quantize.streaming.faster import delta_rule
-    from quantize.streaming.packing import amax, pack_fp8, pack_nvfp4
-    from quantize.streaming.ranks import local_device
-
-    with contextlib.suppress(RuntimeError):  # what is wrong with it, the first stage that uses it says
-        if torch.cuda.is_available():
-            device = torch.device(local_device("cuda"))
-            heads = torch.ones((1, 4, 64, 256), dtype=torch.bfloat16, device=device)
-            functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
-            matrix = heads[0, 0]
-            for dtype in (torch.bfloat16, torch.float32):
-                matrix.to(dtype) @ matrix.to(dtype).T
-            largest = amax(matrix.unsqueeze(0))
-            pack_nvfp4(matrix.unsqueeze(0), largest, "max")
-            pack_fp8(matrix, largest[0])
-            delta_rule.compile_kernels(device)
-
-
-def _compare() -> None:
-    """Looks whether the kernels have transformers' bits, beside whatever is done in the meantime."""
+    """Creates CUDA's context and compiles, beside whatever is done in the meantime."""
     import torch
     from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
     from quantize.streaming.faster import delta_rule
     from quantize.streaming.ranks import local_device
 
-    with contextlib.suppress(RuntimeError):
+    with contextlib.suppress(RuntimeError):  # what is wrong with it, the first stage that uses it says
         if torch.cuda.is_available():
             delta_rule.same_rule(torch_chunk_gated_delta_rule, torch.device(local_device("cuda")))

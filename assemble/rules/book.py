@@ -115,7 +115,7 @@ RULES: tuple[Rule, ...] = (
     Rule("VAL-5", W, SILENT, "output too large or vanishing", "Model-Optimizer#2038",
          values.scales_of_real_weights, QUANTIZE, VALUES),
     Rule("VAL-6", E, SILENT, "the quantized weight is not this source's, or was written wrong",
-         "Model-Optimizer#868, #2160", identity.close_to_the_source, FROM_SOURCE, SOURCE, apart=True),
+         "Model-Optimizer#868, #2160", identity.close_to_the_source, FROM_SOURCE, SOURCE),
     Rule("VER-1", I, LOUD, "older versions do not know the class, or refuse the GPU",
          "vLLM #42566, #42124, model_executor/models/registry.py:204", versions.recommended_is_enough, NOTHING),
 )  # fmt: skip

@@ -103,7 +103,6 @@ class Rule:
         check: Yields each violation. Its docstring states the law.
         mend: How its findings are mended.
         needs: What it has to read.
-        apart: It reads what no other rule does, and can be applied beside them.
     """
 
     id: str
@@ -114,7 +113,6 @@ class Rule:
     check: Callable[[Subject], Iterable[Detail]]
     mend: Mend = Mend.REPAIR
     needs: Needs = Needs.HEADERS
-    apart: bool = False
 
     @property
     def law(self) -> str:

@@ -33,20 +33,6 @@ def test_fault_is_found_by_its_rule(fault: Fault, bases: dict[str, Pair], tmp_pa
         assert finding.mend
 
 
-def test_on_many_cores_it_finds_the_same(dense: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rule that is applied beside the others sees what they see, and its findings stand in their place."""
-    name = next(n for n in dense.names("down_proj.weight_scale_2") if not n.startswith("mtp."))
-    dense.scale(name, 0.5)
-    dense.drop("mtp.fc.weight")
-    dense.save()
-    reports = []
-    for cores in (2, 64):
-        monkeypatch.setattr("assemble.verify._CORES", cores)
-        reports.append(verify(dense.root, source=dense.source, deep=True, require_mtp=True))
-    assert reports[0] == reports[1]
-    assert {f.rule for f in reports[0].errors} >= {"VAL-6", "MTP-1"}
-
-
 @pytest.mark.parametrize("base", ["dense", "moe", "split"])
 def test_unbroken_checkpoint_has_no_finding(base: str, bases: dict[str, Pair]) -> None:
     source, root = bases[base]

@@ -6,7 +6,6 @@ launches of some 700 small kernels. Here are the same operations on the same num
 a GPU some of them are steps of `kernels`.
 """
 
-import contextlib
 import sys
 import threading
 from collections.abc import Callable
@@ -72,14 +71,6 @@ def _same_rule(original: Rule, device: torch.device) -> Rule:
     return original
 
 
-def compile_kernels(device: torch.device) -> None:
-    """Compiles them for a GPU, or loads what was compiled before. Needs no transformers: it can be imported meanwhile."""
-    with _COMPILING:
-        for rule in _with_kernels(device):
-            with contextlib.suppress(Exception):  # `same_rule` does without them then
-                rule(*_example(device, CHUNK, torch.Generator().manual_seed(0)), use_qk_l2norm_in_kernel=True)
-
-
 def _with_kernels(device: torch.device) -> list[Rule]:
     if device.type != "cuda":
         return []
@@ -94,23 +85,18 @@ def _same_bits(original: Rule, rule: Rule, device: torch.device) -> bool:
     """On whole chunks and on a part of one, with and without states. A state is float32, so no rounding hides a difference."""
     generator = torch.Generator().manual_seed(0)
     for tokens in (2 * CHUNK, 2 * CHUNK + 3):
-        example = _example(device, tokens, generator)
+        wide = torch.randn((2, tokens, 3 * 4 * 128), generator=generator).bfloat16().to(device)
+        query, key, value = (part.view(2, tokens, 4, 128) for part in wide.chunk(3, dim=-1))  # as a layer's lie, side by side
+        decay = -torch.rand(query.shape[:3], generator=generator).to(device)
+        beta = torch.rand(query.shape[:3], generator=generator).bfloat16().to(device)
         state = torch.randn((2, 4, 128, 128), generator=generator).to(device)
         with_state: dict[str, Any] = {"initial_state": state, "output_final_state": True}
         for settings in ({}, with_state):
-            ours, left = _computed(rule, example, settings)
-            theirs, expected = _computed(original, example, settings)
+            ours, left = _computed(rule, [query, key, value, decay, beta], settings)
+            theirs, expected = _computed(original, [query, key, value, decay, beta], settings)
             if not torch.equal(ours, theirs) or not torch.equal(left, expected):
                 return False
     return True
-
-
-def _example(device: torch.device, tokens: int, generator: torch.Generator) -> list[Tensor]:
-    """Query, key, value [2, T, 4, 128], decay and beta [2, T, 4]."""
-    wide = torch.randn((2, tokens, 3 * 4 * 128), generator=generator).bfloat16().to(device)
-    query, key, value = (part.view(2, tokens, 4, 128) for part in wide.chunk(3, dim=-1))  # as a layer's lie, side by side
-    decay = -torch.rand(query.shape[:3], generator=generator).to(device)
-    return [query, key, value, decay, torch.rand(query.shape[:3], generator=generator).bfloat16().to(device)]
 
 
 def _computed(rule: Rule, example: list[Tensor], settings: dict[str, Any]) -> tuple[Tensor, Tensor]:

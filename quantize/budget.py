@@ -22,7 +22,7 @@ CUDA_PROCESS_BYTES = 1_900_000_000  # the same with a CUDA context and the pinne
 QUEUED_BYTES = {
     "cuda": 512_000_000,
     "cpu": 32_000_000,
-}  # packed tensors that wait for a look, or the disk, while a layer is run
+}  # packed tensors that wait, for a look or the disk, beside a layer
 PACKING_BYTES = {"cuda": 650_000_000, "cpu": 60_000_000}  # temporaries of packing, and packed tensors that wait for the disk
 # The peak of a forward pass, counted over transformers 5.14.1 with our delta rule, rows of 64 to 512 tokens: within 6 % when it
 # was counted; the rule has since come to hold less for a moment.

@@ -12,9 +12,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any
 
+from quantize.model_scan import scanning_quickly
 from quantize.stand_ins import standing_in
 
 # Read when PyTorch is imported. Layers of two kinds and lm_head take turns; without this, memory of one size lies idle.
@@ -59,10 +59,9 @@ def import_libraries() -> None:
             stack.enter_context(context)
         import torch  # noqa: F401
 
-        stack.enter_context(standing_in())
+        for context in (standing_in(), scanning_quickly()):
+            stack.enter_context(context)
         import transformers  # noqa: F401
-
-        _scan_models_once()
         from transformers.models.qwen3_5 import modeling_qwen3_5  # noqa: F401 - else imported with the first layer
         from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe  # noqa: F401
 
@@ -137,18 +136,6 @@ class _Distributions(Mapping[str, list[str]]):
     def get(self, package: str, default: Any = None) -> Any:
         """Who asks so wants to know all that have the package."""
         return self._read_all().get(package, default)
-
-
-def _scan_models_once() -> None:
-    """Importing transformers has read its models' files for the names in them; `transformers.models` would do so again."""
-    import transformers
-    from transformers.utils import import_utils
-
-    models = Path(str(transformers.__file__)).parent / "models"
-    scan = getattr(import_utils, "create_import_structure_from_path", None)  # keeps its last answers, by path; 5.14
-    if scan:
-        again = str(models / "__init__.py")
-        import_utils.create_import_structure_from_path = lambda path: scan(models if path == again else path)
 
 
 def _start_gpu() -> None:

@@ -57,13 +57,13 @@ if sys.argv[1:]:
 import transformers, transformers.models
 from transformers.utils import import_utils
 again = import_utils.define_import_structure(transformers.models.__file__)
-found = [sorted([sorted(backends), sorted((m, sorted(names)) for m, names in modules.items())] for backends, modules in again.items())]
+found = [sorted([sorted(backends), module, sorted(names)] for backends, some in again.items() for module, names in some.items())]
 found += [sorted(module._class_to_module.items()) for module in (transformers, transformers.models)]
 print(json.dumps(found))
 """
     plain, quick = (json.loads(python(code, arguments=arguments)) for arguments in ([], ["quickly"]))
     assert plain == quick
-    assert len(plain[0]) > 3
+    assert len(plain[0]) > 1000
     assert len(plain[1]) > 3000
 
 

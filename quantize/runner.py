@@ -157,12 +157,14 @@ class _Run:
             if not stage.always:
                 wait_until_imported()
             result = stage.run(context)
+            _check_unchanged(stage, identity, self.request)
             if stage.settles and self.hashes:
                 self.hashes.finish(self.reporter)
                 _settle(self.request)
                 self.records |= {name: r for name in self.records if (r := read_record(self.request.workspace / name))}
                 identity = stage.identity(self.request, self.records, self.failures)
         except CheckFailedError as error:
+            _check_unchanged(stage, identity, self.request)
             if stage.optional:
                 write_object(directory / FAILED, {"identity": identity, "summary": error.summary, "text": str(error)})
             raise
@@ -194,6 +196,16 @@ def _prepare(stage: Stage, directory: Path, identity: Mapping[str, Any]) -> None
     directory.mkdir(exist_ok=True)
     if stage.resumes:
         write_object(started, identity)
+
+
+def _check_unchanged(stage: Stage, identity: Mapping[str, Any], request: Request) -> None:
+    """Refuses what a stage made of the user's own text when that was changed meanwhile: the record would speak of another."""
+    changes = list(difference(identity.get("asked", {}), dict(stage.asked(request))))
+    if changes:
+        raise InputError(
+            f"{stage.name}: what it was given was changed while it was read:\n  " + "\n  ".join(changes[:12]) + "\n"
+            "Give the same command again when nothing writes to it."
+        )
 
 
 def _stale(stage: Stage, record: Record, identity: Mapping[str, Any], request: Request) -> str:

@@ -57,7 +57,7 @@ if sys.argv[1:]:
 import transformers, transformers.models
 from transformers.utils import import_utils
 again = import_utils.define_import_structure(transformers.models.__file__)
-found = [sorted([sorted(backends), module, sorted(names)] for backends, some in again.items() for module, names in some.items())]
+found = [sorted([sorted(needs), module, sorted(names)] for needs, some in again.items() for module, names in some.items())]
 found += [sorted(module._class_to_module.items()) for module in (transformers, transformers.models)]
 print(json.dumps(found))
 """

@@ -19,6 +19,7 @@ from quantize.console import Reporter
 from quantize.errors import CheckFailedError
 from quantize.runner import Outcome, StaleRunError, run
 from quantize.stage import Request, SmokeTarget, read_record
+from quantize.stages import evaluate
 from recipes import loader
 from recipes.loader import LoadedRecipe
 from tests.quantize.smoke.replay import replaying
@@ -126,6 +127,27 @@ def test_a_gate_that_fails_leaves_out_as_it_is_and_the_card_tells_later(request_
     run(replace(strict, evaluate=False, evaluation_data=None), Reporter())
     assert "The evaluation was run and **did not pass**" in (out / "README.md").read_text()
     assert str(tmp_path) not in (out / "README.md").read_text() + (out / "provenance.json").read_text()
+
+
+@pytest.mark.parametrize("max_kl", [None, 1e-9], ids=["passes", "fails"])
+def test_text_that_changes_while_it_is_read_is_refused(
+    max_kl: float | None, request_for: Request, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, real = tmp_path / "heldout.jsonl", evaluate.held_out
+    shutil.copy(str(request_for.evaluation_data), text)
+    changes = {"max_kl": max_kl} if max_kl else {}
+    wanted = replace(request_for, evaluation_data=text, recipe=loader.load(str(recipe(tmp_path, **changes))))
+
+    def read_and_changed(*arguments: object) -> object:
+        rows = real(*arguments)  # type: ignore[arg-type]
+        with text.open("a") as file:
+            file.write(json.dumps({"text": "more"}) + "\n")
+        return rows
+
+    monkeypatch.setattr(evaluate, "held_out", read_and_changed)
+    with pytest.raises(InputError, match=r"changed while it was read:\n  data\.heldout\.jsonl: "):
+        run(wanted, Reporter())
+    assert {"stage.json", "failed.json"}.isdisjoint(path.name for path in (wanted.workspace / "evaluate").iterdir())
 
 
 def test_a_smoke_test_that_fails_is_told_and_another_target_is_tried(request_for: Request, tmp_path: Path) -> None:

@@ -63,6 +63,8 @@ def main() -> None:
     parser.add_argument("--against", type=Path, help="another checkout of this project")
     parser.add_argument("--folder", type=Path, help="where to write (default: the system's temporary folder)")
     arguments = parser.parse_args()
+    if arguments.folder:
+        arguments.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         for name, words in ALONE.items():
             measure(name, words, Path("-"), arguments.repeats, arguments.against)

@@ -110,6 +110,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where to write (default: the system's temporary folder)")
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
+    if arguments.folder:
+        arguments.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         headers(Path(folder), arguments.repeats)
         values(Path(folder), arguments.gigabytes, arguments.repeats)

@@ -7,4 +7,5 @@ modules.py      which tensors a module becomes           faster/        function
 packing.py      weights to NVFP4 and FP8                 journal.py     what a killed run goes on from
 sweep.py        block scales by squared error            ranks.py       several processes, and worker.py what the others do
 e2m1.py         rounding to four bits                    spreading.py   parts of a tensor over the cores
+pending.py      packed tensors that are still to be checked
 """

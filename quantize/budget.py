@@ -19,10 +19,8 @@ from recipes.schema import Recipe
 # Fitted to the runs in docs/measurements.md.
 PROCESS_BYTES = 290_000_000  # host memory of a process that imported torch and transformers, and made a plan
 CUDA_PROCESS_BYTES = 1_900_000_000  # the same with a CUDA context and the pinned pieces of reading and writing
-QUEUED_BYTES = {
-    "cuda": 512_000_000,
-    "cpu": 32_000_000,
-}  # packed tensors that wait, for a look or the disk, beside a layer
+# Packed tensors beside a layer: on a GPU a half waits to be checked, the other for the disk.
+QUEUED_BYTES = {"cuda": 512_000_000, "cpu": 32_000_000}
 PACKING_BYTES = {"cuda": 650_000_000, "cpu": 60_000_000}  # temporaries of packing, and packed tensors that wait for the disk
 # The peak of a forward pass, counted over transformers 5.14.1 with our delta rule, rows of 64 to 512 tokens: within 6 % when it
 # was counted; the rule has since come to hold less for a moment.

@@ -11,6 +11,7 @@ from assemble.plan import AssemblyPlan
 from assemble.sidefiles import side_files
 from assemble.writer import link_file, sha256_file, sha256_tensor, sync_directory, write_index
 from quantize.stage import Context, Result
+from quantize.stages import fetch
 from quantize.stages.plan import planned
 from quantize.stages.quantize import check_unchanged
 
@@ -19,7 +20,7 @@ def run(context: Context) -> Result:
     """Leaves a complete checkpoint in the stage's folder.
 
     Raises:
-        InputError: a shard that was changed since it was hashed.
+        InputError: a shard that was changed since it was hashed, or the source.
     """
     plan = planned(context, context.records["fetch"])
     directory = context.directory
@@ -34,6 +35,7 @@ def run(context: Context) -> Result:
     _write_configs(plan, directory, modelopt)
     write_index(plan, directory)
     sync_directory(directory)
+    fetch.check_unchanged(context.records["fetch"])  # else its side files and its config are not those on record
     outputs = {p.name: known.get(p.name) or sha256_file(p) for p in sorted(directory.iterdir()) if p.is_file()}
     head = {name: t for name, t in plan.copies.items() if name.startswith(MTP_PREFIX)}
     with ThreadPoolExecutor() as pool:

@@ -173,6 +173,22 @@ def test_a_source_that_changes_while_it_is_read(tiny: Path, calibration: Path, t
     assert not out.exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("chat_template.jinja", b"assistant"), ("config.json", b"e-06"), ("model-00002-of-00002.safetensors", b"")],
+)
+def test_a_source_that_changes_before_its_files_are_copied(
+    name: str, near: bytes, tiny: Path, calibration: Path, tmp_path: Path
+) -> None:
+    """The shards are made by then. Side files are copied after that, and others than the record names would be."""
+    source, out = tmp_path / "model", tmp_path / "out"
+    shutil.copytree(tiny, source)
+    request = Request(str(source), out, loader.load("demo"), calibration=calibration, device="cpu")
+    with pytest.raises(InputError, match=rf"{name} was changed while it was read"):
+        run(request, Rewriter("quantize", source / name, (tiny / name).read_bytes().rindex(near) + len(near) - 1))
+    assert not out.exists()
+
+
 def test_a_head_that_changes_while_it_is_read(tiny: Path, calibration: Path, tmp_path: Path) -> None:
     """Its tensors were hashed for the record, and others would be copied: the record would name what OUT does not have."""
     head, out = tmp_path / "head", tmp_path / "out"

@@ -1,12 +1,12 @@
 """Reading and writing the JSON files of a checkpoint."""
 
 import json
-import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from assemble.errors import InputError
+from assemble.wholefile import write_whole
 
 
 class JSONFileError(InputError):
@@ -50,15 +50,5 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def write_object(path: Path, value: Any) -> None:
-    """Writes JSON under its final name only when it is whole: temporary file, fsync, rename."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            json.dump(value, file, indent=2, ensure_ascii=False)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    """Writes JSON under its final name only when it is whole."""
+    write_whole(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")

@@ -200,17 +200,21 @@ def _prepare(stage: Stage, directory: Path, identity: Mapping[str, Any]) -> None
 
 def _check_unchanged(stage: Stage, identity: Mapping[str, Any], request: Request) -> None:
     """Refuses what a stage made of the user's own text when that was changed meanwhile: the record would speak of another."""
-    changes = list(difference(identity.get("asked", {}), dict(stage.asked(request))))
-    if changes:
+    if changes := _changes(identity.get("asked", {}), dict(stage.asked(request))):
         raise InputError(
-            f"{stage.name}: what it was given was changed while it was read:\n  " + "\n  ".join(changes[:12]) + "\n"
+            f"{stage.name}: what it was given was changed while it was read:\n  {changes}\n"
             "Give the same command again when nothing writes to it."
         )
 
 
+def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """The first fields that differ, a line each; empty when none does."""
+    changes = list(difference(old, new))
+    return "\n  ".join(changes[:12] + ([f"and {len(changes) - 12} more"] if len(changes) > 12 else []))
+
+
 def _stale(stage: Stage, record: Record, identity: Mapping[str, Any], request: Request) -> str:
-    changes = list(difference(record.identity, identity))
-    shown = "\n  ".join(changes[:12] + ([f"and {len(changes) - 12} more"] if len(changes) > 12 else []))
+    shown = _changes(record.identity, identity)
     if stage.optional:
         return (
             f"{request.workspace / stage.name} holds a record that was made with other inputs:\n  {shown}\n"

@@ -1,6 +1,5 @@
 """`card`: renders README.md anew from what provenance.json holds, or, of a checkpoint without a record, from its files."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from assemble.errors import InputError
 from assemble.provenance import FORMAT, PROVENANCE, FileCheck, check_files, provenance_text, read_provenance
 from assemble.publish.belongings import belonging
 from assemble.verify import Report, verify
+from assemble.wholefile import write_whole
 from assemble.writer import Progress, sha256_file
 
 REMADE = (CARD, PROVENANCE)
@@ -92,13 +92,7 @@ def _facts(root: Path, record: Mapping[str, Any], checked: FileCheck, report: Re
 
 def _write(path: Path, text: str) -> bool:
     """Writes a file under its name only when it is whole; False when it has this content already."""
-    data = text.encode()
-    if path.is_file() and path.read_bytes() == data:
+    if path.is_file() and path.read_bytes() == text.encode():
         return False
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    write_whole(path, text)
     return True

@@ -1,6 +1,5 @@
 """card: the model card and the provenance, from the records of the stages before. Facts that no record holds are not in it."""
 
-import os
 import shlex
 import shutil
 from collections.abc import Mapping
@@ -10,6 +9,7 @@ from typing import Any
 from assemble.card import CARD, card_form, render_card
 from assemble.card.serving import serve_entries
 from assemble.provenance import FORMAT, PROVENANCE, provenance_text
+from assemble.wholefile import write_whole
 from assemble.writer import sha256_file
 from quantize.stage import Context, Request, Result
 from quantize.stages import fetch
@@ -24,9 +24,9 @@ def run(context: Context) -> Result:
     directory, records = context.directory, context.records
     plots = _copy_plots(context)
     facts = _facts(context, sorted(plots))
-    _write(directory / CARD, render_card(facts, context.request.out.name))
+    write_whole(directory / CARD, render_card(facts, context.request.out.name))
     files = {**records["assemble"].outputs, **plots, CARD: sha256_file(directory / CARD)}
-    _write(directory / PROVENANCE, provenance_text(_provenance(context, facts, files)))
+    write_whole(directory / PROVENANCE, provenance_text(_provenance(context, facts, files)))
     return Result({name: sha256_file(directory / name) for name in (CARD, PROVENANCE)} | plots)
 
 
@@ -139,12 +139,3 @@ def _copy_plots(context: Context) -> dict[str, str]:
             temporary.replace(new)
             copied[new.name] = sha256_file(new)
     return copied
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)

@@ -5,6 +5,7 @@ imports from it at that moment is given the unfinished one.
 """
 
 import contextlib
+import ctypes
 import gc
 import importlib.metadata
 import os
@@ -34,6 +35,8 @@ _imported.set()  # as far as anyone has asked
 def start_importing(*, gpu: bool) -> None:
     """Begins, in a thread; with `gpu`, also what a GPU needs, where there is one."""
     _imported.clear()
+    if gpu:
+        threading.Thread(target=_hash_triton, daemon=True).start()
     threading.Thread(target=_prepare, args=(gpu,), daemon=True).start()
 
 
@@ -136,6 +139,18 @@ class _Distributions(Mapping[str, list[str]]):
     def get(self, package: str, default: Any = None) -> Any:
         """Who asks so wants to know all that have the package."""
         return self._read_all().get(package, default)
+
+
+def _hash_triton() -> None:
+    """Before it uses a compiled kernel, Triton hashes itself, for most of a second; that needs neither a GPU nor PyTorch."""
+    with contextlib.suppress(Exception):  # whoever needs a kernel finds out what is wrong
+        ctypes.CDLL("libcuda.so.1")  # without it there will be no kernel
+        import triton  # noqa: F401
+
+        for place in ("triton.runtime.cache", "triton.compiler.compiler"):  # 3.6 has it in the first, 3.4 in the second
+            if key := getattr(sys.modules.get(place), "triton_key", None):
+                key()  # it is remembered
+                break
 
 
 def _start_gpu() -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from assemble.architecture import Architecture, Shape
 from assemble.checkpoint import Checkpoint, TensorInfo
 
-PIECE = 32 * 1024 * 1024  # bytes a thread reads at once
+PIECE = 8 * 1024 * 1024  # bytes a thread reads at once
 THREADS = 8
 ALIGNMENT = 256
 DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16}

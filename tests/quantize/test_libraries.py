@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from quantize import stand_ins
 
 
@@ -166,3 +168,17 @@ def test_what_is_there_already_is_not_stood_in_for() -> None:
     import wsgiref.util
 
     assert wsgiref.util.guess_scheme({}) == "http"
+
+
+@pytest.mark.gpu
+def test_triton_hashes_itself_without_pytorch() -> None:
+    code = """
+import sys
+from quantize import libraries
+libraries._hash_triton()
+assert "torch" not in sys.modules
+from triton.runtime import cache
+from triton.compiler import compiler
+print((getattr(cache, "triton_key", None) or compiler.triton_key).cache_info().currsize)
+"""
+    assert python(code) == "1\n"

@@ -16,10 +16,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from assemble.errors import InputError
 from assemble.formats import BLOCK, FP8, W4A16_NVFP4
+from recipes.yaml_text import parse_yaml_documents
 
 
 class ModelOptRecipeError(InputError):
@@ -123,7 +122,7 @@ def _read(name: str) -> Any:
     path = next((p for p in candidates if p.is_file()), None)
     if path is None:
         raise ModelOptRecipeError(f"ModelOpt has no recipe {name}. Its recipes lie in {_library()}.")
-    documents = list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
+    documents = parse_yaml_documents(path.read_text(encoding="utf-8"))
     if len(documents) == 2 and isinstance(documents[0], dict):
         return {"imports": documents[0].get("imports", {}), "content": documents[1]}
     return documents[0] if documents else {}

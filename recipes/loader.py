@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from recipes.errors import RecipeError
 from recipes.schema import Recipe
+from recipes.yaml_text import parse_yaml
 
 SHIPPED = Path(__file__).parent
 DEFAULT = "w4a16_nvfp4-fp8_attn-kv_fp8_cast"
@@ -42,7 +43,7 @@ def load(name_or_path: str) -> LoadedRecipe:
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"recipe {path} cannot be read: {error}") from error
     try:
-        data = yaml.safe_load(text)
+        data = parse_yaml(text)
     except yaml.YAMLError as error:
         raise RecipeError(f"recipe {path} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(data, dict):

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 from recipes.errors import RecipeError
 from recipes.loader import explain, nearest
 from recipes.serve_profile import Flags, ServeProfile, VersionFacts
+from recipes.yaml_text import parse_yaml
 
 SHIPPED = Path(__file__).parent / "serve"
 Data = TypeVar("Data", bound=BaseModel)
@@ -81,7 +82,7 @@ def _find(name_or_path: str) -> Path:
 
 def _read(path: Path, schema: type[Data]) -> Data:
     try:
-        data = yaml.load(path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506
+        data = parse_yaml(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ProfileError(f"profile {path} cannot be read: {error}") from error
     except yaml.YAMLError as error:

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-import yaml
-
 from quantize.smoke import logs
 from quantize.smoke.passes import End, Pass
+from recipes.yaml_text import parse_yaml
 
 TABLE = Path(__file__).parent / "failures.yaml"
 
@@ -69,7 +68,7 @@ class Sign:
 
 
 def _table() -> tuple[tuple[Failure, ...], tuple[Sign, ...], tuple[Sign, ...]]:
-    data = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
+    data = parse_yaml(TABLE.read_text(encoding="utf-8"))
     failures = tuple(Failure(Kind[row.pop("kind")], rules=tuple(row.pop("rules", ())), **row) for row in data["failures"])
     warnings, expected = (
         tuple(Sign(rules=tuple(row.pop("rules", ())), **row) for row in data[part]) for part in ("warnings", "expected")

@@ -3,17 +3,28 @@
 evaluate, smoke and publish are optional: a checkpoint is complete without them, and its card says so.
 """
 
+from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 from assemble.errors import InputError
 from assemble.writer import sha256_file
 from quantize.stage import Request, Stage
-from quantize.stages import assemble, calibrate, card, evaluate, fetch, plan, publish, quantize, smoke, verify
+from quantize.stages import assemble, calibrate, card, fetch, plan, quantize, verify
 from recipes.schema import Recipe
 
 
 def _nothing(_recipe: Recipe) -> dict[str, object]:
     return {}
+
+
+def _optional(stage: str, function: str) -> Callable[[Any], Any]:
+    """A function of a stage that few runs ask for: its module is imported when it is called."""
+
+    def imported(argument: Any) -> Any:
+        return getattr(import_module(f"quantize.stages.{stage}"), function)(argument)
+
+    return imported
 
 
 def _exact(value: Any) -> Any:
@@ -71,22 +82,22 @@ PIPELINE = (
         1,
         ("fetch", "assemble"),
         lambda r: {"evaluation": _exact(r.evaluation.model_dump(mode="json"))},
-        evaluate.run,
+        _optional("evaluate", "run"),
         wanted=lambda request: request.evaluate,
         asked=_evaluation_asked,
-        check=evaluate.check,
+        check=_optional("evaluate", "check"),
     ),
     Stage(
         "smoke",
         1,
         ("assemble",),
         lambda r: {"smoke": _exact(r.smoke.model_dump(mode="json"))},
-        smoke.run,
+        _optional("smoke", "run"),
         wanted=lambda request: request.smoke is not None,
         asked=lambda request: _evaluation_asked(request) | (request.smoke.identity if request.smoke else {}),
         uses=("evaluate",),
         renewed=True,
-        check=smoke.check,
+        check=_optional("smoke", "check"),
     ),
     Stage(
         "card",
@@ -102,11 +113,11 @@ PIPELINE = (
         1,
         ("assemble", "card"),
         _nothing,
-        publish.run,
+        _optional("publish", "run"),
         always=True,
         wanted=lambda request: request.push is not None,
         released=True,
-        check=publish.check,
+        check=_optional("publish", "check"),
     ),
 )
 

@@ -172,6 +172,13 @@ def test_other_text_is_refused_with_the_way_out(request_for: Request, calibratio
     assert f"remove {request_for.workspace / 'evaluate'} to do it anew" in str(refused.value)
 
 
+def test_what_was_not_asked_for_is_not_imported() -> None:
+    code = "import sys, quantize.runner; print([name for name in sys.modules if name.startswith('quantize.stages.')])"
+    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert "quantize.stages.card" in found
+    assert not [stage for stage in ("evaluate", "smoke", "publish") if f"quantize.stages.{stage}" in found]
+
+
 def record_evaluation(request: Request) -> None:
     """A record of an evaluation whose folder is otherwise empty: for what is decided before it would be looked into."""
     from quantize.pipeline import PIPELINE

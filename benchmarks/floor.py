@@ -19,6 +19,7 @@ import psutil
 
 from quantize import libraries
 
+libraries.start_gpu()
 libraries.start_importing(gpu=True)
 libraries.wait_until_imported()
 

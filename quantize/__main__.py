@@ -200,13 +200,17 @@ def _preview(request: Request, *, as_json: bool) -> None:
 
 def _run(request: Request, *, as_json: bool) -> None:
     from quantize import libraries
+
+    gpu = request.device != "cpu" and read_record(request.workspace / "quantize") is None  # else nothing is left to compute
+    if gpu:
+        libraries.start_gpu()
+
     from quantize.budget import MachineError
     from quantize.preview import preview
     from quantize.runner import run
     from quantize.streaming import worker
     from quantize.summary import print_summary, summary_json
 
-    gpu = request.device != "cpu" and read_record(request.workspace / "quantize") is None  # else nothing is left to compute
     if int(os.environ.get("RANK", "0")):  # under torchrun, the first process runs the pipeline
         libraries.start_importing(gpu=gpu)
         libraries.wait_until_imported()

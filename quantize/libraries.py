@@ -8,11 +8,13 @@ import contextlib
 import ctypes
 import gc
 import importlib.metadata
+import importlib.util
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from quantize.model_scan import scanning_quickly
@@ -20,6 +22,8 @@ from quantize.stand_ins import standing_in
 
 # Read when PyTorch is imported. Layers of two kinds and lm_head take turns; without this, memory of one size lies idle.
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+# Read when CUDA is started: a kernel is loaded when it is first used. PyTorch sets it too, but later.
+os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")
 # A thread that waits for another one sleeps: the cores are wanted by those that read, hash and write.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -32,11 +36,14 @@ _imported = threading.Event()
 _imported.set()  # as far as anyone has asked
 
 
+def start_gpu() -> None:
+    """Begins, in a thread, what a GPU needs and PyTorch does not: Python's imports wait for none of it."""
+    threading.Thread(target=_start_gpu, daemon=True).start()
+
+
 def start_importing(*, gpu: bool) -> None:
-    """Begins, in a thread; with `gpu`, also what a GPU needs, where there is one."""
+    """Begins, in a thread; with `gpu`, also what needs both them and a GPU, where there is one."""
     _imported.clear()
-    if gpu:
-        threading.Thread(target=_hash_triton, daemon=True).start()
     threading.Thread(target=_prepare, args=(gpu,), daemon=True).start()
 
 
@@ -52,7 +59,7 @@ def _prepare(gpu: bool) -> None:
         finally:
             _imported.set()
         if gpu:
-            _start_gpu()
+            _compile()
 
 
 def import_libraries() -> None:
@@ -141,10 +148,29 @@ class _Distributions(Mapping[str, list[str]]):
         return self._read_all().get(package, default)
 
 
+def _start_gpu() -> None:
+    if _open_cuda():
+        _hash_triton()
+
+
+def _open_cuda() -> bool:
+    """Creates this process's CUDA context, which PyTorch then finds; False where there is no GPU, or no PyTorch for one."""
+    torch = importlib.util.find_spec("torch")
+    if torch is None or not (Path(str(torch.origin)).parent / "lib" / "libtorch_cuda.so").exists():
+        return False
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    if cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), int(os.environ.get("LOCAL_RANK", "0"))):
+        return False
+    return int(cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)) == 0
+
+
 def _hash_triton() -> None:
-    """Before it uses a compiled kernel, Triton hashes itself, for most of a second; that needs neither a GPU nor PyTorch."""
+    """Before it uses a compiled kernel, Triton hashes itself, for most of a second."""
     with contextlib.suppress(Exception):  # whoever needs a kernel finds out what is wrong
-        ctypes.CDLL("libcuda.so.1")  # without it there will be no kernel
         import triton  # noqa: F401
 
         for place in ("triton.runtime.cache", "triton.compiler.compiler"):  # 3.6 has it in the first, 3.4 in the second
@@ -153,8 +179,8 @@ def _hash_triton() -> None:
                 break
 
 
-def _start_gpu() -> None:
-    """Creates CUDA's context and compiles, beside whatever is done in the meantime."""
+def _compile() -> None:
+    """Compiles, beside whatever is done in the meantime."""
     import torch
     from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 

@@ -12,7 +12,7 @@ import psutil
 
 @dataclass(frozen=True)
 class GPU:
-    """The GPU that a run would use."""
+    """The GPU that a run would use; what is free of it is less by a CUDA context as soon as this process has one."""
 
     name: str
     total_bytes: int

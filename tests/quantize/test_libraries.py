@@ -52,11 +52,15 @@ print("good")
 
 def test_transformers_finds_the_same_names_in_its_models() -> None:
     code = """
-import json, sys
-if sys.argv[1:]:
-    from quantize import libraries
-    libraries.import_libraries()
-import transformers, transformers.models
+import contextlib, json, sys
+from quantize import libraries
+with contextlib.ExitStack() as stack:
+    if sys.argv[1:]:
+        libraries.import_libraries()
+    else:
+        for name in libraries.UNUSED:  # what is installed has a say in which names there are
+            stack.enter_context(libraries._hidden(name))
+    import transformers, transformers.models
 from transformers.utils import import_utils
 again = import_utils.define_import_structure(transformers.models.__file__)
 found = [sorted([sorted(needs), module, sorted(names)] for needs, some in again.items() for module, names in some.items())]
@@ -182,3 +186,21 @@ from triton.compiler import compiler
 print((getattr(cache, "triton_key", None) or compiler.triton_key).cache_info().currsize)
 """
     assert python(code) == "1\n"
+
+
+def test_cuda_is_started_without_pytorch_where_it_can_be_used() -> None:
+    code = """
+import ctypes, os, sys
+from quantize import libraries
+opened = libraries._open_cuda()
+assert "torch" not in sys.modules
+import torch
+assert opened == torch.cuda.is_available(), opened
+if opened:
+    flags, active = ctypes.c_uint(), ctypes.c_int()
+    cuda = ctypes.CDLL("libcuda.so.1")
+    assert cuda.cuDevicePrimaryCtxGetState(0, ctypes.byref(flags), ctypes.byref(active)) == 0 and active.value == 1
+    assert torch.ones(3, device="cuda").sum().item() == 3
+print(os.environ["CUDA_MODULE_LOADING"])
+"""
+    assert python(code) == "LAZY\n"

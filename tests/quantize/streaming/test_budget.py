@@ -38,6 +38,10 @@ SHAPE_03B = SHAPE_1B | {
     "vocab_size": 65536,
 }
 
+# The two larger shapes were measured when each of 8 reading threads had a pinned piece of 32 MiB; now it has 8. The first was
+# measured with both: 1.70 and 1.50 GB.
+SMALLER = 8 * (32 - 8) * 1024**2
+
 
 def needs(root: Path, shape: str, text: dict[str, Any], rows: int, tokens: int, batch: int, device: str) -> budget.Needs:
     loaded = loader.load(loader.DEFAULT)
@@ -50,7 +54,7 @@ def needs(root: Path, shape: str, text: dict[str, Any], rows: int, tokens: int, 
 
 @pytest.mark.parametrize(
     ("shape", "text", "measured", "host"),
-    [("27B", SHAPE_9B, 4.72e9, 1.70e9), ("27B", {}, 6.85e9, 1.74e9), ("35B-A3B", {}, 5.98e9, 2.07e9)],
+    [("27B", SHAPE_9B, 4.92e9, 1.50e9), ("27B", {}, 6.85e9, 1.74e9 - SMALLER), ("35B-A3B", {}, 5.98e9, 2.07e9 - SMALLER)],
     ids=["9b", "27b", "35b-a3b"],
 )
 def test_gpu_memory(

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from recipes.errors import RecipeError
 from recipes.schema import Recipe
-from recipes.yaml_text import parse_yaml
+from recipes.yaml_text import read_mapping
 
 SHIPPED = Path(__file__).parent
 DEFAULT = "w4a16_nvfp4-fp8_attn-kv_fp8_cast"
@@ -35,19 +34,10 @@ def load(name_or_path: str) -> LoadedRecipe:
     """Reads a shipped recipe by name, or a YAML file by path.
 
     Raises:
-        RecipeError: unknown name, unreadable or broken YAML, unknown or misspelt key, wrong value.
+        RecipeError: unknown name, unreadable or broken YAML, a key twice, unknown or misspelt key, wrong value.
     """
     path = _find(name_or_path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"recipe {path} cannot be read: {error}") from error
-    try:
-        data = parse_yaml(text)
-    except yaml.YAMLError as error:
-        raise RecipeError(f"recipe {path} is not valid YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(data, dict):
-        raise RecipeError(f"recipe {path} must be a mapping of keys to values, found {type(data).__name__}")
+    text, data = read_mapping(path, "recipe", RecipeError)
     try:
         return LoadedRecipe(path.stem, text, Recipe.model_validate(data))
     except ValidationError as error:

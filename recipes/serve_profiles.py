@@ -4,13 +4,12 @@ import functools
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from recipes.errors import RecipeError
 from recipes.loader import explain, nearest
 from recipes.serve_profile import Flags, ServeProfile, VersionFacts
-from recipes.yaml_text import parse_yaml
+from recipes.yaml_text import read_mapping
 
 SHIPPED = Path(__file__).parent / "serve"
 Data = TypeVar("Data", bound=BaseModel)
@@ -81,14 +80,7 @@ def _find(name_or_path: str) -> Path:
 
 
 def _read(path: Path, schema: type[Data]) -> Data:
-    try:
-        data = parse_yaml(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ProfileError(f"profile {path} cannot be read: {error}") from error
-    except yaml.YAMLError as error:
-        raise ProfileError(f"profile {path} is not valid YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(data, dict):
-        raise ProfileError(f"profile {path} must be a mapping of keys to values, found {type(data).__name__}")
+    _, data = read_mapping(path, "profile", ProfileError)
     try:
         return schema.model_validate(data)
     except ValidationError as error:

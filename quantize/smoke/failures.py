@@ -8,7 +8,7 @@ from pathlib import Path
 
 from quantize.smoke import logs
 from quantize.smoke.passes import End, Pass
-from recipes.yaml_text import parse_yaml
+from recipes.yaml_text import read_mapping
 
 TABLE = Path(__file__).parent / "failures.yaml"
 
@@ -68,7 +68,7 @@ class Sign:
 
 
 def _table() -> tuple[tuple[Failure, ...], tuple[Sign, ...], tuple[Sign, ...]]:
-    data = parse_yaml(TABLE.read_text(encoding="utf-8"))
+    _, data = read_mapping(TABLE, "table", ValueError)
     failures = tuple(Failure(Kind[row.pop("kind")], rules=tuple(row.pop("rules", ())), **row) for row in data["failures"])
     warnings, expected = (
         tuple(Sign(rules=tuple(row.pop("rules", ())), **row) for row in data[part]) for part in ("warnings", "expected")

@@ -36,6 +36,8 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("a: [", "is not valid YAML"),
+        ("a: 1\n---\nb: 1\n", "holds 2 documents"),
+        ("description: x\ndescription: y\n", "the key 'description' is there twice .* line 2"),
         ("- a", "must be a mapping"),
         ("\xff", "must be a mapping"),
         ("{}", "key 'calibration' is missing"),

@@ -119,9 +119,10 @@ def plan_notes(plan: AssemblyPlan, changes: list[str], mtp_from: str | None) -> 
     return notes
 
 
-def as_json(plan: AssemblyPlan) -> dict[str, Any]:
-    """The plan as plain data: what every tensor becomes."""
+def as_json(plan: AssemblyPlan, recipe: Recipe) -> dict[str, Any]:
+    """The plan as plain data: what every tensor becomes, and by which of ModelOpt's algorithms."""
     return {
+        "algorithm": modelopt_table(recipe, plan.architecture).method,
         "counts": plan.counts,
         "total_size": plan.nbytes,
         "shards": [{"name": s.name, "bytes": s.nbytes, "quantized": s.quantized} for s in plan.shards],

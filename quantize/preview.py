@@ -36,7 +36,7 @@ class Preview:
             "notes": self.notes,
             "problems": self.problems,
             "needs": asdict(self.needs),
-            **as_json(self.plan),
+            **as_json(self.plan, self.request.recipe.recipe),
         }
 
 

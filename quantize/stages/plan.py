@@ -20,7 +20,7 @@ def run(context: Context) -> Result:
     notes, problems = examine(plan, context.request, reach=False)
     if problems:
         raise MachineError(problems[0])
-    write_object(context.directory / FILE, as_json(plan))
+    write_object(context.directory / FILE, as_json(plan, context.recipe))
     _, changes = complete_config(source.config, plan.architecture)
     needs = estimate_needs(plan, context.request)
     facts = {

@@ -137,7 +137,7 @@ def test_headers_come_without_the_weights_and_give_the_same_plan(hub: LoopbackHu
     assert (remote.shards, remote.config) == (local.shards, local.config)
     assert list(remote) == list(local)
     recipe = loader.load("demo").recipe
-    assert as_json(build_plan(recipe, remote, remote)) == as_json(build_plan(recipe, local, local))
+    assert as_json(build_plan(recipe, remote, remote), recipe) == as_json(build_plan(recipe, local, local), recipe)
 
 
 def test_headers_of_one_shard_without_an_index(hub: LoopbackHub, make_variant: Callable[..., Path]) -> None:

@@ -9,10 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from assemble.checkpoint import Checkpoint
 from assemble.errors import InputError
 from quantize.console import Reporter
+from quantize.modelopt_recipe import read_modelopt_recipe
 from quantize.runner import BusyError, Outcome, StaleRunError, run
 from quantize.stage import Request
 from quantize.stages import fetch
@@ -101,6 +103,24 @@ def test_another_recipe_is_refused_with_the_field(tiny: Path, calibration: Path,
         run(Request(str(tiny), finished, recipe, calibration=calibration, device="cpu"), Reporter())
     assert "calibration.num_samples: 16 -> 8" in str(refused.value)
     assert str(finished) in str(refused.value)
+
+
+def test_a_modelopt_recipe_of_ones_own_that_says_another_algorithm_is_refused(
+    tiny: Path, calibration: Path, tmp_path: Path
+) -> None:
+    """The name and what becomes of each tensor stay; the second run called the first one's result complete."""
+    table = read_modelopt_recipe("huggingface/qwen3_5/ptq/w4a16_nvfp4_mse-fp8_attn-kv_fp8_cast")
+    path, demo = tmp_path / "table.yaml", loader.load("demo")
+    recipe = replace(demo, recipe=demo.recipe.model_copy(update={"modelopt": {"qwen3_5": str(path)}}))
+    request = Request(str(tiny), tmp_path / "out", recipe, calibration=calibration, device="cpu")
+    sweep = {"method": "mse", "fp8_scale_sweep": True}
+    for algorithm in ({"method": "max"}, {"method": "max", "layerwise": {"enable": False}}, sweep):
+        path.write_text(yaml.safe_dump({"quantize": {"algorithm": algorithm, "quant_cfg": [*map(dict, table.entries)]}}))
+        read_modelopt_recipe.cache_clear()  # as a new process does
+        if algorithm != sweep:
+            run(request, Reporter())
+    with pytest.raises(StaleRunError, match=r"inputs\.plan\.plan\.json"):
+        run(request, Reporter())
 
 
 def test_another_source_is_refused_with_the_file(tiny: Path, calibration: Path, finished: Path, tmp_path: Path) -> None:
